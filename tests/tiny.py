@@ -1,8 +1,8 @@
 """A tiny Qwen2-VL for the tests: random weights, the real architecture, the real Qwen2VLProcessor.
 
-Text tower: 2 layers, hidden 64, 4 heads of 16, 2 key-value heads. Vision tower: 2 blocks of 64, patches of 14, merged
-2 x 2, as in the real model. The tokenizer knows the 256 bytes and Qwen's special tokens (264 ids); the vocabulary of the
-model is padded to 320, as the real one's is padded beyond its tokenizer.
+Text tower: 2 layers, hidden 64, 4 heads of 16, 2 key-value heads. Vision tower: 2 blocks of 64; patches of 14
+are merged 2 x 2, as in the real model. The tokenizer knows the 256 bytes and 8 special tokens (264 ids); the
+vocabulary of the model is padded to 320, as the real one's is padded beyond its tokenizer.
 """
 
 import json
@@ -96,7 +96,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -130,7 +130,7 @@ def tiny_config() -> Qwen2VLConfig:
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Qwen2VLForConditionalGeneration:
-    """In eval mode. The weights of another dtype are those of float32, rounded; RoPE frequencies stay float32."""
+    """In eval mode. Another dtype's weights are the float32 ones, rounded; RoPE frequencies stay float32."""
     torch.manual_seed(seed)
     model = Qwen2VLForConditionalGeneration(tiny_config()).eval()
     for parameter in model.parameters():
@@ -148,8 +148,8 @@ def public_name(name: str) -> str:
 def save_public_form(folder: str | Path, seed: int = 0) -> None:
     """Write tiny_model(seed) as the public Qwen2-VL-2B-Instruct is written.
 
-    A flat config.json from before transformers 5, two bfloat16 shards with an index, the old tensor names, no lm_head,
-    a generation_config that makes sampling greedy, and the old processor files.
+    A flat config.json from before transformers 5, two bfloat16 shards with an index, the old tensor names, no
+    lm_head, a generation_config that makes sampling greedy, and the old processor files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,8 @@ def save_public_form(folder: str | Path, seed: int = 0) -> None:
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         shards |= dict.fromkeys(part, file)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    write("model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": dict(sorted(shards.items()))})
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(shards.items()))}
+    write("model.safetensors.index.json", index)
 
 
 def noise_image(seed: int, width: int, height: int) -> Image.Image:
