@@ -1,0 +1,390 @@
+"""Prompts -> groups of completions.
+
+FastEngine prefills each prompt once (its image goes through the vision tower once), hands its keys and values to the
+G completions, and decodes all completions of all prompts together; on CUDA a decode step is one captured graph over
+buffers whose addresses never move. TransformersEngine does the same through `model.generate`, one prompt at a time:
+slow, and exactly what the grader runs.
+
+Legend
+  R  prompts        G  completions a prompt        B = R * G  rows of the decode batch
+  P  prompt tokens  S  slots of the key/value cache (longest prompt + new tokens)   V  vocabulary
+Row b of the batch is completion b % G of prompt b // G. Prompts fill slots 0..P-1; the t-th new token of every row
+stands in the same slot, `longest prompt + t`, and a boolean mask hides the slots that a row does not use.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
+
+from .data import Prompt
+from .packing import ATTENTION, bucket_length, pack, row_hidden_states
+
+# transformers 5.24 renamed the argument
+CACHE = "cache" if "cache" in inspect.signature(Qwen2VLForConditionalGeneration.forward).parameters else "past_key_values"
+PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}  # prompt tokens of one prefill row
+STEPS_BETWEEN_CHECKS = {"cuda": 8, "cpu": 1}  # asking a GPU whether all rows are done makes the host wait for it
+GRAPHS_KEPT = 2  # training and validation each decode in a shape of their own
+
+# Settings of a generation_config that act under greedy decoding and that FastEngine does not implement.
+UNSUPPORTED = (
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "sequence_bias", "guidance_scale", "encoder_repetition_penalty", "watermarking_config", "stop_strings",
+    "remove_invalid_values", "penalty_alpha", "dola_layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Explicit in full: nothing is taken over from a checkpoint's generation_config, whose
+    top_k 1 makes every rollout greedy in silence. Greedy decoding is the exception: it follows the checkpoint's
+    repetition_penalty, as the grader's does."""
+
+    greedy: bool
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+
+
+@dataclass
+class Completion:
+    token_ids: Tensor  # [T], with the end-of-sequence token when it was reached
+    logps: Tensor  # [T] log-probs under the full softmax at the sampling temperature, as the trainer computes them
+    truncated: bool  # no end-of-sequence token within max_new_tokens
+    text: str  # special tokens left out
+
+
+def sampling_keys(seed: int, step: int, prompts: Sequence[int], num_generations: int) -> list[list[int]]:
+    """A 63-bit key per completion from (seed, step, prompt's number in the update, completion): the sampling noise is
+    a function of it and of the token's index, so it does not depend on how prompts are spread over processes."""
+    return [[_key(seed, step, prompt, number) for number in range(num_generations)] for prompt in prompts]
+
+
+def _key(*parts: int) -> int:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def keyed_uniform(keys: Tensor, t: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1), [B] float64, from keys [B] int64 and the token index t: the finaliser of SplitMix64."""
+
+    def mix(x: Tensor, shift: int, factor: int) -> Tensor:
+        logical = (x >> shift) & ((1 << (64 - shift)) - 1)  # int64 shifts drag the sign along
+        return (x ^ logical) * factor
+
+    x = keys + (t + 1) * -0x61C8864680B583EB  # the golden ratio in 64 bits, signed; products wrap around
+    x = mix(x, 30, -0x40A7B892E31B1A47)
+    x = mix(x, 27, -0x6B2FB644ECCEEE15)
+    x = mix(x, 31, 1)
+    return (((x >> 32) & 0xFFFFFFFF).double() + 0.5) / 2**32
+
+
+def filter_probs(probs: Tensor, sampling: Sampling) -> Tensor:
+    """probs [B, V] with the tokens that top_k, top_p or min_p exclude set to 0, in this order, each on what is left."""
+    if sampling.top_k:
+        kth = probs.topk(min(sampling.top_k, probs.shape[-1])).values[:, -1:]
+        probs = probs.masked_fill(probs < kth, 0)
+    if sampling.top_p < 1:
+        probs = probs / probs.sum(-1, keepdim=True)
+        ordered, order = probs.sort(dim=-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the token that crosses top_p stays
+        probs = probs.masked_fill(outside.scatter(1, order, outside), 0)
+    if sampling.min_p:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.max(-1, keepdim=True).values, 0)
+    return probs
+
+
+class SlotCache:
+    """Keys and values of all rows, [B, kv heads, S, D] a layer, at fixed addresses. Quacks like a transformers Cache."""
+
+    def __init__(self, model: nn.Module, rows: int, slots: int):
+        text = model.config.get_text_config()
+        weight = model.model.language_model.layers[0].self_attn.k_proj.weight
+        size = text.hidden_size // text.num_attention_heads
+        shape = (text.num_hidden_layers, rows, text.num_key_value_heads, slots, size)
+        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+        self.slot = torch.zeros(1, dtype=torch.long, device=weight.device)  # where the next token is written
+        self.visible = slots  # CPU narrows it step by step; a captured graph always looks at all slots, masked
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.keys[layer].index_copy_(2, self.slot, key)
+        self.values[layer].index_copy_(2, self.slot, value)
+        return self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
+
+    def get_seq_length(self, *args) -> int:
+        return 0
+
+
+class PrefillWriter:
+    """The cache of a prefill row: each prompt's keys and values go to the G rows of its group."""
+
+    def __init__(self, cache: SlotCache, lengths: list[int], first_prompt: int, num_generations: int):
+        self.cache, self.lengths, self.first, self.group = cache, lengths, first_prompt, num_generations
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        start = 0
+        for number, length in enumerate(self.lengths, start=self.first):
+            rows = slice(number * self.group, (number + 1) * self.group)
+            self.cache.keys[layer, rows, :, :length] = key[:, :, start : start + length]
+            self.cache.values[layer, rows, :, :length] = value[:, :, start : start + length]
+            start += length
+        return key, value
+
+    def get_seq_length(self, *args) -> int:
+        return 0
+
+
+class DecodeBatch:
+    """The state of one decode batch: every tensor keeps its address for the batch's life, so a step can be a graph."""
+
+    def __init__(self, model: nn.Module, rows: int, slots: int, max_new_tokens: int):
+        device = model.device
+        self.cache = SlotCache(model, rows, slots)
+        self.mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)  # the newest token of each row
+        self.positions = torch.zeros(rows, dtype=torch.long, device=device)  # its M-RoPE position
+        self.done = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.keys = torch.zeros(rows, dtype=torch.long, device=device)
+        self.t = torch.zeros((), dtype=torch.long, device=device)  # index of the next new token
+        self.token_ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+        self.logps = torch.zeros(rows, max_new_tokens, device=device)
+        self.seen = None  # [B, V], only with a repetition penalty
+        self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+
+    def state(self) -> list[Tensor]:
+        """What a step changes, apart from keys and values that it writes before it reads them."""
+        tensors = [self.mask, self.tokens, self.positions, self.done, self.t, self.token_ids, self.logps, self.cache.slot]
+        return tensors if self.seen is None else [*tensors, self.seen]
+
+
+class Engine:
+    """What both engines know of the model: where a completion ends, and which tokens must not be sampled."""
+
+    def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
+        self.model, self.processor = model.eval(), processor
+        eos = model.generation_config.eos_token_id
+        self.eos = [eos] if isinstance(eos, int) else list(eos or [])
+        if not self.eos:
+            raise ValueError("generation_config.json names no eos_token_id: completions would never end; set it there")
+        # A sampled placeholder would be looked up among the image features by the next forward.
+        config = model.config
+        self.placeholders = [config.image_token_id, config.video_token_id]
+        vision_pad = processor.tokenizer.convert_tokens_to_ids("<|vision_pad|>")
+        if vision_pad is not None and vision_pad != processor.tokenizer.unk_token_id:
+            self.placeholders.append(vision_pad)
+
+    def completion(self, token_ids: Tensor, logps: Tensor) -> Completion:
+        """Cut after the first end-of-sequence token. token_ids and logps [T] on the CPU."""
+        ends = torch.isin(token_ids, torch.tensor(self.eos)).nonzero()
+        length = int(ends[0]) + 1 if len(ends) else token_ids.numel()
+        text = self.processor.tokenizer.decode(token_ids[:length], skip_special_tokens=True)
+        return Completion(token_ids[:length].clone(), logps[:length].clone(), not len(ends), text)
+
+
+class FastEngine(Engine):
+    """Owns `model`: its text tower is switched to the packed attention. Weights may be changed in place between calls."""
+
+    def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
+        super().__init__(model, processor)
+        settings = model.generation_config
+        defaults = GenerationConfig()
+        refused = {
+            name: getattr(settings, name)
+            for name in UNSUPPORTED
+            if getattr(settings, name, None) not in (None, 0, [], False, getattr(defaults, name, None))
+        }
+        if (settings.num_beams or 1) > 1:
+            refused["num_beams"] = settings.num_beams
+        if refused:
+            raise ValueError(
+                f"generation_config.json sets {refused}, which the fast engine does not implement: use the transformers "
+                "engine (--rollout_engine transformers, selfcheck.py --engine transformers)"
+            )
+        self.penalty = settings.repetition_penalty or 1.0
+        model.model.language_model.set_attn_implementation(ATTENTION)
+        self.device = model.device
+        self.eos_tensor = torch.tensor(self.eos, device=self.device)
+        self.suppressed = torch.tensor(self.placeholders, device=self.device)
+        self.batches: dict[tuple[int, int, int], DecodeBatch] = {}
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        keys: list[list[int]] | None = None,
+    ) -> list[list[Completion]]:
+        """A group of `num_generations` completions for each prompt. `keys` (sampling_keys) are needed unless greedy."""
+        if keys is None and not sampling.greedy:
+            raise ValueError("sampling needs keys: pass sampling_keys(seed, step, prompts, num_generations)")
+        rows, longest = len(prompts) * num_generations, max(p.input_ids.numel() for p in prompts)
+        batch = self._batch(rows, longest, sampling)
+        batch.keys.copy_(torch.tensor(keys).flatten() if keys else torch.zeros(rows, dtype=torch.long))
+        logits = self._prefill(batch, prompts, num_generations, longest)
+        self._choose(batch, logits, sampling)
+        self._decode(batch, longest, sampling)
+        token_ids, logps = batch.token_ids.cpu(), batch.logps.cpu()
+        completions = [self.completion(*row) for row in zip(token_ids, logps, strict=True)]
+        return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
+
+    def _batch(self, rows: int, longest: int, sampling: Sampling) -> DecodeBatch:
+        cuda = self.device.type == "cuda"
+        slots = longest + sampling.max_new_tokens
+        slots = -(-slots // 64) * 64 if cuda else slots
+        shape = (rows, slots, sampling.max_new_tokens)
+        batch = self.batches.pop(shape, None)
+        if batch is None:
+            while len(self.batches) >= (GRAPHS_KEPT if cuda else 1):
+                del self.batches[next(iter(self.batches))]  # the one used longest ago
+            batch = DecodeBatch(self.model, *shape)
+        self.batches[shape] = batch
+        for tensor in batch.state():
+            tensor.zero_()
+        if sampling.greedy and self.penalty != 1:
+            vocabulary = self.model.lm_head.weight.shape[0]
+            if batch.seen is None:
+                batch.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self.device)
+        return batch
+
+    def _prefill(self, batch: DecodeBatch, prompts: Sequence[Prompt], num_generations: int, longest: int) -> Tensor:
+        """Fills the prompts' slots; returns the logits of each row's first token, [B, V]."""
+        last_hidden, start = [], 0
+        while start < len(prompts):
+            stop, tokens = start, 0
+            while stop < len(prompts) and (stop == start or tokens < PREFILL_TOKENS[self.device.type]):
+                tokens += prompts[stop].input_ids.numel()
+                stop += 1
+            part = prompts[start:stop]
+            lengths = [p.input_ids.numel() for p in part]
+            row = pack([(p, []) for p in part], bucket_length(tokens) if self.device.type == "cuda" else None)
+            inputs = row.to(self.device).model_inputs()
+            del inputs["sources"], inputs["targets"]
+            writer = PrefillWriter(batch.cache, lengths, start, num_generations)
+            hidden = row_hidden_states(self.model, **inputs, **{CACHE: writer, "use_cache": True})  # [L, H]
+            last_hidden.append(hidden[torch.tensor(lengths).cumsum(0) - 1])
+            start = stop
+        for number, prompt in enumerate(prompts):
+            rows = slice(number * num_generations, (number + 1) * num_generations)
+            batch.mask[rows, : prompt.input_ids.numel()] = True
+            batch.positions[rows] = prompt.next_position
+            if batch.seen is not None:
+                batch.seen[rows, prompt.input_ids.to(self.device)] = True
+        batch.cache.slot.fill_(longest)
+        logits = self.model.lm_head(torch.cat(last_hidden)).float()
+        return logits.repeat_interleave(num_generations, dim=0)
+
+    def _decode(self, batch: DecodeBatch, longest: int, sampling: Sampling) -> None:
+        every = STEPS_BETWEEN_CHECKS[self.device.type]
+        for t in range(1, sampling.max_new_tokens):
+            if (t - 1) % every == 0 and bool(batch.done.all()):
+                break
+            if self.device.type == "cuda":
+                self._graph(batch, sampling).replay()
+            else:
+                batch.cache.visible = longest + t
+                self._step(batch, sampling)
+
+    def _graph(self, batch: DecodeBatch, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        if sampling not in batch.graphs:
+            before = [tensor.clone() for tensor in batch.state()]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(batch, sampling)  # warm-up: library handles and workspaces are made outside the graph
+            torch.cuda.current_stream().wait_stream(stream)
+            batch.graphs[sampling] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(batch.graphs[sampling]):
+                self._step(batch, sampling)
+            for tensor, value in zip(batch.state(), before, strict=True):
+                tensor.copy_(value)
+        return batch.graphs[sampling]
+
+    def _step(self, batch: DecodeBatch, sampling: Sampling) -> None:
+        """One token for every row."""
+        batch.mask.index_fill_(1, batch.cache.slot, True)
+        text = self.model.model.language_model
+        hidden = text(
+            inputs_embeds=text.embed_tokens(batch.tokens[:, None]),  # [B, 1, H]
+            position_ids=batch.positions[None, :, None].expand(3, -1, -1),  # [3, B, 1]
+            attention_mask={"full_attention": batch.mask[:, None, None, : batch.cache.visible]},
+            use_cache=True,
+            **{CACHE: batch.cache},
+        ).last_hidden_state[:, 0]
+        batch.cache.slot.add_(1)
+        batch.positions.add_(1)
+        self._choose(batch, self.model.lm_head(hidden).float(), sampling)
+
+    def _choose(self, batch: DecodeBatch, logits: Tensor, sampling: Sampling) -> None:
+        """Picks the next token of every row from float32 logits [B, V] and records it."""
+        if sampling.greedy:
+            scores = logits
+            if batch.seen is not None:
+                punished = torch.where(logits < 0, logits * self.penalty, logits / self.penalty)
+                scores = torch.where(batch.seen, punished, logits)
+            tokens = scores.argmax(-1)
+        else:
+            logits = logits / sampling.temperature
+            probs = logits.softmax(-1).index_fill(1, self.suppressed, 0)
+            cdf = filter_probs(probs, sampling).double().cumsum(-1)  # [B, V]
+            uniform = keyed_uniform(batch.keys, batch.t)
+            tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+        tokens = torch.where(batch.done, self.eos_tensor[0], tokens)
+        logps = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        if batch.seen is not None:
+            batch.seen.scatter_(1, tokens[:, None], True)
+        batch.token_ids.index_copy_(1, batch.t[None], tokens[:, None])
+        batch.logps.index_copy_(1, batch.t[None], logps[:, None])
+        batch.tokens.copy_(tokens)
+        batch.done.logical_or_(torch.isin(tokens, self.eos_tensor))
+        batch.t.add_(1)
+
+
+class TransformersEngine(Engine):
+    """`model.generate`, prompt by prompt: what the grader runs, and the yardstick for FastEngine."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        keys: list[list[int]] | None = None,
+    ) -> list[list[Completion]]:
+        """As FastEngine.generate; the noise depends on the group's first key only, and differs from FastEngine's."""
+        groups = []
+        for number, prompt in enumerate(prompts):
+            if not sampling.greedy:
+                torch.manual_seed(keys[number][0] % 2**32)
+            groups.append(self._group(prompt, num_generations, sampling))
+        return groups
+
+    def _group(self, prompt: Prompt, num_generations: int, sampling: Sampling) -> list[Completion]:
+        device = self.model.device
+        ids = prompt.input_ids[None].to(device)  # [1, P]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if prompt.pixel_values is not None:
+            placeholders = (ids == self.model.config.image_token_id).to(torch.int)
+            inputs |= {"pixel_values": prompt.pixel_values.to(device), "mm_token_type_ids": placeholders}
+            inputs |= {"image_grid_thw": prompt.image_grid_thw.to(device)}
+        # Every setting by name: what is left out, transformers takes from the checkpoint's generation_config.
+        settings = {"do_sample": False} if sampling.greedy else {
+            "do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+            "min_p": sampling.min_p, "repetition_penalty": 1.0, "suppress_tokens": self.placeholders,
+        }  # fmt: skip
+        output = self.model.generate(
+            **inputs, **settings, max_new_tokens=sampling.max_new_tokens, num_return_sequences=num_generations,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        token_ids = output.sequences[:, ids.shape[1] :]  # [G, T]
+        logits = torch.stack(output.logits, dim=1).float() / (1.0 if sampling.greedy else sampling.temperature)
+        logps = logits.log_softmax(-1).gather(2, token_ids[..., None])[..., 0]  # [G, T]
+        return [self.completion(*row) for row in zip(token_ids.cpu(), logps.cpu(), strict=True)]
+
