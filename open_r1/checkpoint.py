@@ -1,0 +1,274 @@
+"""Models on disk: load a policy exactly, judge a folder, mark a trainer's checkpoints complete."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers.integrations import deepspeed as deepspeed_integration
+from transformers.utils import logging as transformers_logging
+
+MODEL_TYPE = "qwen2_vl"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors names them
+COMPLETE = "COMPLETE"
+
+
+# Models
+
+
+def local_model(name: str | Path) -> Path:
+    """The folder of a model given by folder or by hub name (found in the cache, or downloaded)."""
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_absolute() or str(name).startswith("."):
+        raise ValueError(f"The model folder {name} does not exist; set MODEL to a folder or a hub name.")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name)))
+
+
+def load_policy(
+    path: str | Path, dtype: torch.dtype | str, device: torch.device | str | None = None
+) -> Qwen2VLForConditionalGeneration:
+    """Load a whole, unpartitioned Qwen2-VL; `dtype` "auto" is the file's own.
+
+    Raises ValueError, in one sentence, for another kind of model, for a tensor that is missing, left over or
+    of another shape (transformers makes up what is missing, and only warns), and for unreadable files.
+    """
+    path = local_model(path)
+    try:
+        model_type = Qwen2VLConfig.get_config_dict(path)[0].get("model_type")
+    except Exception as error:  # an OSError or a ValueError, by version and fault
+        raise ValueError(f"{path} has no readable config.json: {_first_line(error)}") from error
+    if model_type != MODEL_TYPE:
+        raise ValueError(f"{path} is a {model_type!r} model; set MODEL to a {MODEL_TYPE!r} one.")
+    with _outside_zero_init(), _no_progress_bars():
+        try:
+            # The class itself: transformers does not rename a subclass's tensors, and then makes them up.
+            model, loading = Qwen2VLForConditionalGeneration.from_pretrained(
+                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            )
+        except Exception as error:  # safetensors, json and transformers each raise their own
+            raise ValueError(f"{path} cannot be loaded: {_first_line(error)}") from error
+    faults = {kind: sorted(map(str, keys)) for kind, keys in loading.items() if keys}
+    if faults:
+        found = "; ".join(f"{len(keys)} {kind}, first {keys[0]}" for kind, keys in faults.items())
+        raise ValueError(f"{path} does not fit its config.json ({found}); set MODEL to a whole model.")
+    float32_rope(model)
+    return model if device is None else model.to(device)
+
+
+def is_valid_model(folder: str | Path) -> str | None:
+    """None when `folder` holds a finite Qwen2-VL that loads whole, with its processor; else the reason."""
+    try:
+        model = load_policy(folder, "auto")
+        AutoProcessor.from_pretrained(folder)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # the processor's files can be wrong in as many ways as there are files
+        return f"{folder} has no processor that loads: {_first_line(error)}"
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"{folder} holds values that are not finite, first in {name}."
+    return None
+
+
+def float32_rope(model: torch.nn.Module) -> None:
+    """Give each rotary embedding the exact float32 frequencies of its configuration again.
+
+    For use after whatever may have cast buffers, such as `model.bfloat16()` (older DeepSpeed engines call it;
+    0.19.8 casts parameters only). In bfloat16 the angles of Qwen2-VL-2B are 0.6 rad off at position 500.
+    """
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            for name, exact in type(module)(module.config).named_buffers():
+                setattr(module, name, exact.to(getattr(module, name).device))
+
+
+@contextlib.contextmanager
+def _outside_zero_init() -> Iterator[None]:
+    """Hide DeepSpeed's configuration from `from_pretrained`.
+
+    Inside zero.Init, transformers before 5.23 rounds the RoPE frequencies to bfloat16, and later ones save
+    tensor names that others do not know. `deepspeed.initialize` partitions a loaded model just as well.
+    """
+    active = deepspeed_integration._hf_deepspeed_config_weak_ref
+    deepspeed_integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if active is not None and active() is not None:
+            deepspeed_integration.set_hf_deepspeed_config(active())
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A load takes seconds, and its bar would tear the step line apart."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# Where the tensors of a model folder lie
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one tensor's bytes."""
+
+    file: str
+    start: int  # bytes from the beginning of the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that loading the folder reads weights from."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        return sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+    raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; set MODEL to a model in such files.")
+
+
+def read_header(path: Path) -> tuple[bytes, dict[str, dict]]:
+    """The header of a safetensors file: its bytes (length, then JSON) and the entries of its tensors."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        text = file.read(struct.unpack("<Q", length)[0])
+    entries = json.loads(text)
+    entries.pop("__metadata__", None)
+    return length + text, entries
+
+
+def parameter_name(name: str) -> str:
+    """The module's name of a tensor in a file, where names may be older (`visual.*`, `model.layers.*`)."""
+    if name.startswith(("model.visual.", "model.language_model.")):
+        return name
+    return re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name))
+
+
+def tensor_slots(folder: Path) -> dict[str, list[Slot]]:
+    """Where each parameter lies, by the name in the module. A tied head in a file is the embedding once more."""
+    slots: dict[str, list[Slot]] = {}
+    for file in weight_files(folder):
+        header, entries = read_header(folder / file)
+        for file_name, entry in entries.items():
+            name = parameter_name(file_name)
+            if entry["dtype"] not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise ValueError(f"{file_name} in {folder} is {entry['dtype']}; set MODEL to one in {known}.")
+            if name in slots:
+                raise ValueError(f"{folder} holds {name} twice; set MODEL to a folder that holds it once.")
+            start = len(header) + entry["data_offsets"][0]
+            slots[name] = [Slot(file, start, tuple(entry["shape"]), DTYPES[entry["dtype"]])]
+    if Qwen2VLConfig.from_pretrained(folder).tie_word_embeddings:
+        slots[EMBEDDING] += slots.pop(HEAD, [])
+    return slots
+
+
+# Files that survive a power cut
+
+
+def fsync(path: Path) -> None:
+    """Force a file's contents, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """`path` holds its old content or the new one, whatever happens."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)
+
+
+# Trainer checkpoints: OUT/checkpoint-STEP, whole once COMPLETE stands in it
+
+
+def mark_incomplete(folder: str | Path) -> None:
+    """Call it before a checkpoint is written: one written over an older one must not be taken for whole."""
+    (Path(folder) / COMPLETE).unlink(missing_ok=True)
+
+
+def mark_complete(folder: str | Path, info: dict) -> None:
+    """Call it on one rank, once all have written their files. `info` has at least "step" and "world_size"."""
+    folder = Path(folder)
+    for directory, _, names in os.walk(folder):
+        for name in (*names, "."):
+            fsync(Path(directory, name))
+    marker = {"step": info["step"], "world_size": info["world_size"], **info, "files": _sizes(folder)}
+    write_atomically(folder / COMPLETE, json.dumps(marker, indent=2).encode())
+
+
+def newest_complete(out_dir: str | Path) -> tuple[Path, dict] | None:
+    """The whole checkpoint of the highest step, and its `info`. Newer ones are named and skipped."""
+    for folder in sorted(Path(out_dir).glob("checkpoint-*"), key=_step, reverse=True):
+        if _step(folder) >= 0:
+            info = _read_marker(folder)
+            if info and _is_whole(folder, info.pop("files")):
+                return folder, info
+            print(f"{folder} is not complete (it was being written when the run ended): skipped.", flush=True)
+    return None
+
+
+def prune(out_dir: str | Path, keep: int = 2) -> None:
+    """Delete the checkpoints older than the `keep` newest whole ones. Call it only after mark_complete.
+
+    Folders without our marker, and copies under another name, are somebody's: they stay.
+    """
+    marked = [folder for folder in Path(out_dir).glob("checkpoint-*") if _read_marker(folder)]
+    whole = sorted(_step(folder) for folder in marked if _is_whole(folder, _read_marker(folder)["files"]))
+    for folder in marked:
+        if len(whole) > keep and _step(folder) < whole[-keep]:
+            for entry in folder.iterdir():  # the marker last, so that a deletion cut short is finished later
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != COMPLETE:
+                    entry.unlink()
+            shutil.rmtree(folder)
+
+
+def _step(folder: Path) -> int:
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _read_marker(folder: Path) -> dict | None:
+    """What mark_complete wrote for this very folder; None without it, and for a copy under another name."""
+    try:
+        marker = json.loads((folder / COMPLETE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return marker if marker.get("step") == _step(folder) else None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (file for file in folder.rglob("*") if file.is_file() and COMPLETE not in file.name)
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
+
+
+def _is_whole(folder: Path, files: dict[str, int]) -> bool:
+    return files.items() <= _sizes(folder).items()
