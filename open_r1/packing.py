@@ -154,6 +154,7 @@ def packed_attention(
 
     The mask decides: a BlockMask or a list of blocks (a packed row), or a boolean [B, 1, 1, K] (a decode step).
     """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
     if isinstance(attention_mask, BlockMask):
         out = _flex_attention()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None

@@ -1,0 +1,139 @@
+"""What a run prints and writes while it trains: the step line, logs.jsonl, rollouts.jsonl."""
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from .data import CountingData
+from .data_checks import BackgroundDecode, good_rows
+
+WARM_UP_STEPS = 3  # the first updates compile and capture; they are left out of the ETA
+
+LOSS_ZERO = (
+    "note: the loss is about 0 by construction, not by a fault: advantages of a group sum to 0 and the ratio of an on-policy "
+    "update is 1, so only the gradient carries the signal; watch the reward and the gradient norm."
+)
+ZERO_VARIANCE = (
+    "note: {share:.0%} of the groups have zero variance (all completions got the same reward): they teach nothing. All right "
+    "means the questions are learned; all wrong means they are too hard, or the format is not met."
+)
+
+
+class StepLine(TrainerCallback):
+    """One line an update: progress, reward, groups without variance, completions, loss, seconds."""
+
+    def __init__(self):
+        self.durations: deque[float] = deque(maxlen=50)
+        self.update_started = self.step_ended = self.update_seconds = None
+        self.explained: set[str] = set()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step_ended = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.update_started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        self.durations.append(now - self.step_ended)
+        self.update_seconds, self.step_ended = now - self.update_started, now
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.step_ended = time.perf_counter()  # validation and saving do not count as training time
+
+    on_save = on_evaluate
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" not in logs:
+            return
+        logs["time/update_s"] = round(self.update_seconds, 3)
+        logs["time/step_s"] = round(self.durations[-1], 3)
+        if state.is_world_process_zero:
+            print(self.line(state, logs), flush=True)
+            self.explain(logs)
+
+    def line(self, state, logs: dict) -> str:
+        timed = list(self.durations)[WARM_UP_STEPS if len(self.durations) > 2 * WARM_UP_STEPS else 0 :]
+        remaining = (state.max_steps - state.global_step) * sum(timed) / len(timed)
+        eta = time.strftime("%H:%M:%S", time.gmtime(remaining))
+        width = len(str(state.max_steps))
+        return (
+            f"{state.global_step:>{width}}/{state.max_steps} {state.global_step / state.max_steps:4.0%} ETA {eta}"
+            f" | reward {logs['reward']:.3f} ±{logs['reward_std']:.3f}"
+            f" | same: right {logs['zero_variance/all_right']:4.0%} wrong {logs['zero_variance/all_wrong']:4.0%}"
+            f" | tokens {logs['completions/mean_length']:5.1f} parsed {logs['completions/parsed']:4.0%}"
+            f" cut {logs['completions/truncated']:3.0%}"
+            f" | clip {logs['clip_share']:.1%} grad {logs.get('grad_norm', 0):.3f}"
+            f" | {logs['time/step_s']:.2f} s (rollout {logs['time/rollout_s']:.2f} update {logs['time/update_s']:.2f})"
+        )
+
+    def explain(self, logs: dict) -> None:
+        """A sentence, once, for the two things that every newcomer reports as a bug."""
+        if abs(logs["loss"]) < 1e-4 and "loss" not in self.explained:
+            self.explained.add("loss")
+            print(LOSS_ZERO, flush=True)
+        if logs["zero_variance"] > 0 and "variance" not in self.explained:
+            self.explained.add("variance")
+            print(ZERO_VARIANCE.format(share=logs["zero_variance"]), flush=True)
+
+
+class JsonLog(TrainerCallback):
+    """OUT/logs.jsonl, one line a log call, and OUT/rollouts.jsonl, the best and worst completion of rank 0's groups."""
+
+    def __init__(self, folder: Path):
+        self.logs, self.rollouts = folder / "logs.jsonl", folder / "rollouts.jsonl"
+        self.trainer = None  # set once the trainer exists
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        for path in (self.logs, self.rollouts):
+            if state.global_step:
+                keep_until(path, state.global_step)
+            else:
+                set_aside(path)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        append_lines(self.logs, [{"step": state.global_step, **logs}])
+        samples = self.trainer.samples
+        append_lines(self.rollouts, [{"step": state.global_step, **sample} for sample in samples])
+        samples.clear()
+
+
+class BadRowWatch(TrainerCallback):
+    """Stops the run when the check that decodes all images in the background finds one that cannot be decoded."""
+
+    def __init__(self, data: CountingData, check: BackgroundDecode, folder: Path):
+        self.data, self.check, self.folder = data, check, folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        good_rows(self.data, self.check.poll(), skip_bad_rows=False, out=self.folder)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.check.close()
+
+
+def append_lines(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False, default=float) + "\n" for row in rows)
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Cuts what an interrupted run wrote after the checkpoint it resumes from: those updates are done again."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+    path.write_text("".join(kept))
+
+
+def set_aside(path: Path) -> None:
+    """A new run in an old folder starts new files; the old ones stay under the next free number."""
+    if path.exists():
+        number = next(n for n in range(1, 10_000) if not path.with_suffix(f".{n}.jsonl").exists())
+        path.rename(path.with_suffix(f".{number}.jsonl"))
