@@ -1,0 +1,66 @@
+# Set-up shared by the scripts; source it, then call setup_python. It leaves PYTHON as the Python to use.
+#
+# The rule: a python3 (or $PYTHON) that has the packages is used as it is, and nothing is installed. Otherwise .venv
+# in the project's folder is used, and made first when it is not complete.
+# shellcheck shell=bash
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The project is run from its folder, not installed; PYTHONPATH makes it importable from any directory.
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+die() {
+    echo "$(basename "$0"): $*" >&2
+    exit 1
+}
+
+# has_packages PYTHON FILE...: 0 when it has all packages of the requirements files, 3 when some are missing (they
+# are printed), 1 when a version was never tested (stderr says which).
+has_packages() {
+    "$1" "$ROOT/open_r1/versions.py" "${@:2}"
+}
+
+# setup_python FILE...: chooses or makes the Python that has the packages of the requirements files.
+setup_python() {
+    local base=${PYTHON:-python3} venv=$ROOT/.venv missing
+    command -v "$base" >/dev/null || die "$base is not found; set PYTHON to a Python 3.11 or 3.12"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$base is older than Python 3.11; set PYTHON to a Python 3.11 or 3.12"
+
+    PYTHON=$base
+    missing=$(has_packages "$base" "$@") && return
+    [[ $? == 3 ]] || exit 1
+
+    PYTHON=$venv/bin/python
+    mkdir -p "$venv"
+    exec 9>"$venv/lock"
+    flock 9 # a second start waits here, then finds .venv complete; the kernel frees the lock of a killed one
+    if [[ ! -e $venv/COMPLETE ]] || ! has_packages "$PYTHON" "$@" &>/dev/null; then
+        make_venv "$base" "$venv" "$missing" "$@"
+    fi
+    exec 9>&-
+}
+
+# COMPLETE is written last: a .venv whose installation was cut short has none, and pip goes on where it stopped.
+make_venv() {
+    local base=$1 venv=$2 missing=$3 pip_options=() file
+    shift 3
+    rm -f "$venv/COMPLETE"
+    echo "$base lacks $missing."
+    echo "Installing into $venv: about 3 GB to download, 6 GB on disk, a few minutes. This happens once."
+    for file in "$@"; do pip_options+=(-r "$file"); done
+    [[ -t 1 ]] || pip_options+=(-q) # progress bars are for a terminal
+    if [[ -d $ROOT/wheels ]]; then
+        echo "Installing from $ROOT/wheels, without a network."
+        pip_options+=(--no-index --find-links "$ROOT/wheels")
+    fi
+    "$base" -m venv "$venv" || die "$base cannot make $venv; install its venv module, or set PYTHON to another Python"
+    # DeepSpeed comes as source; without its compiled operators, which nothing here uses, it needs no compiler.
+    DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --disable-pip-version-check "${pip_options[@]}" ||
+        die "pip could not install into $venv; for a machine without a network run \`DS_BUILD_OPS=0 python -m pip \
+wheel -r requirements.txt -r requirements-dev.txt -w wheels\` on one that has it (and the same Python version), copy \
+the folder to $ROOT/wheels and run this again"
+    "$venv/bin/python" -c 'import torchvision, trl, deepspeed, peft, qwen_vl_utils' ||
+        die "the packages in $venv do not import; move $venv away and run this again"
+    touch "$venv/COMPLETE"
+}

@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# The counting recipe: GRPO on Qwen2-VL-2B-Instruct, all GPUs, DeepSpeed ZeRO-3, then the grader's self-check.
+#
+#   bash train.sh                                  on the data in /app, or the demo where there is none
+#   MODEL=... DATA=... VAL=... bash train.sh       on your own
+#   bash train.sh --max_steps 200 --beta 0.04      flags come last, so they override those below
+#   bash train.sh --dry_run                        every check and the derived numbers, no training
+#
+# Environment: MODEL, DATA, VAL, OOD_VAL (what to read), OUT (logs and checkpoints), SUBMISSION (the best model),
+# NUM_GPUS (0: the CPU), PYTHON (the Python to use).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
+
+PROMPTS_PER_UPDATE=16 # as in R1-V: 8 GPUs x 2 accumulation steps
+arguments=("$@")
+
+# given NAME: the value that the arguments give to --NAME (or --NAME=, or with dashes); the last one counts.
+given() {
+    local i key value=
+    for ((i = 0; i < ${#arguments[@]}; i++)); do
+        key=${arguments[i]%%=*}
+        [[ ${key//-/_} == "__$1" ]] || continue
+        if [[ ${arguments[i]} == *=* ]]; then value=${arguments[i]#*=}; else value=${arguments[i + 1]:-}; fi
+        [[ $value == --* || -z $value ]] && value=true # a switch
+    done
+    echo "$value"
+}
+
+# choose VARIABLE FLAG DEFAULT: sets VARIABLE from the flag (grpo.py checks it: a hub name will do), else from the
+# environment (a path, which must exist), else to the default, or to nothing where the default does not exist.
+choose() {
+    local flag
+    flag=$(given "$2")
+    if [[ -n $flag ]]; then
+        printf -v "$1" %s "$flag"
+    elif [[ -n ${!1:-} ]]; then
+        [[ -e ${!1} ]] || die "$1=${!1} does not exist; set $1 to what is on disk, or give --$2 a hub name"
+    elif [[ -e $3 ]]; then
+        printf -v "$1" %s "$3"
+    else
+        printf -v "$1" %s ""
+    fi
+}
+
+choose MODEL model_name_or_path /app/models/Qwen2-VL-2B-Instruct
+choose DATA dataset_name /app/data/train
+choose VAL val_dataset /app/data/val
+choose OOD_VAL ood_val_dataset /app/data/ood_val
+
+if [[ ! -e /app/models && ! -e /app/data && -z $MODEL && -z $DATA ]]; then
+    cat <<BANNER
+--------------------------------------------------------------------------------------------
+There is neither /app/models nor /app/data, and neither MODEL nor DATA is set.
+Running the demo instead: drawn images and a tiny Qwen2-VL, everything below this folder.
+For the real recipe: MODEL=folder DATA=folder VAL=folder OOD_VAL=folder bash train.sh
+--------------------------------------------------------------------------------------------
+BANNER
+    exec bash "$ROOT/methods/demo/train.sh" "$@"
+fi
+[[ -n $MODEL ]] || die "MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder"
+[[ -n $DATA ]] || die "DATA is not set and its default does not exist; set DATA to the training rows"
+
+out=$(given output_dir)
+submission=$(given submission_dir)
+OUT=${out:-${OUT:-$ROOT/outputs/main}}
+SUBMISSION=${submission:-${SUBMISSION:-/app/submission}}
+
+setup_python "$ROOT/requirements.txt"
+
+# --- the machine
+
+visible=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+NUM_GPUS=${NUM_GPUS:-$visible}
+[[ $NUM_GPUS =~ ^(0|[1-9][0-9]*)$ ]] || die "NUM_GPUS=$NUM_GPUS is no number; set it to 0 (the CPU) up to $visible"
+((NUM_GPUS <= visible)) || die "NUM_GPUS=$NUM_GPUS, but this machine shows $visible; set it to 0 (the CPU) up to $visible"
+processes=$((NUM_GPUS > 0 ? NUM_GPUS : 1))
+
+# --- an update
+
+prompts_per_row=$(given prompts_per_row)
+prompts_per_row=${prompts_per_row:-1}
+accumulation=$(given gradient_accumulation_steps)
+if [[ -z $accumulation ]]; then
+    [[ $prompts_per_row =~ ^[1-9][0-9]*$ ]] || die "--prompts_per_row $prompts_per_row: set it to 1 or more"
+    ((PROMPTS_PER_UPDATE % (processes * prompts_per_row) == 0)) ||
+        die "an update of $PROMPTS_PER_UPDATE prompts does not divide over $processes processes x --prompts_per_row \
+$prompts_per_row; change NUM_GPUS or --prompts_per_row, or set --gradient_accumulation_steps yourself"
+    accumulation=$((PROMPTS_PER_UPDATE / (processes * prompts_per_row)))
+fi
+
+# --- the recipe
+
+recipe=(
+    --model_name_or_path "$MODEL"
+    --dataset_name "$DATA"
+    ${VAL:+--val_dataset "$VAL"}
+    ${OOD_VAL:+--ood_val_dataset "$OOD_VAL"}
+    --output_dir "$OUT"
+    --submission_dir "$SUBMISSION"
+
+    # What is rewarded.
+    --reward_funcs accuracy format  # the grader's own rule, and an answer block it can read; nothing for <think>
+    --reward_weights 1.0 0.1        # the count decides; the format orders the wrong answers
+    --prompt_mix 0.2                # a fifth in R1-V's phrasing, the rest in the grader's: no hanging on a wording
+
+    # The group.
+    --num_generations 8             # completions of a prompt, compared with each other
+    --max_completion_length 256     # where the grader cuts
+    --temperature 1.0               # sample from the very policy that is trained
+    --top_p 1.0                     # likewise: with a cut tail the two would differ
+    --scale_rewards group           # advantages in units of the group's own spread, as in R1-V
+    --loss_type dapo                # every token weighs the same; a mean per completion would spare long wrong ones
+    --beta 0.0                      # no KL term: an exact reward needs no leash, and no reference model takes memory
+
+    # The update.
+    --per_device_train_batch_size 1 # one packed row: its prompts, each with all its completions
+    --prompts_per_row "$prompts_per_row"            # more fill a fast card; 1 is R1-V's
+    --gradient_accumulation_steps "$accumulation"   # 16 prompts an update, whatever the number of GPUs
+    --learning_rate 1e-6            # full fine-tuning of float32 masters; the value of R1-V and most after it
+    --lr_scheduler_type constant_with_warmup        # the best model is kept, so the run needs no planned end
+    --warmup_steps 10               # until Adam's second moments mean something
+    --max_grad_norm 0.5             # public runs that collapsed did so with a burst of the gradient norm
+    --max_steps 600                 # 9,600 prompts, a starting value: stop sooner when validation no longer rises
+
+    # Memory.
+    --gradient_checkpointing false  # rows are short, as completions share their prompt; true for 24 GB cards
+
+    # Measuring and keeping.
+    --eval_strategy steps           # greedy, under the grader's protocol; the best goes into the submission
+    --eval_steps 50                 # twelve looks in 600 updates
+    --eval_limit 500                # rows of each set: at 90 % a standard error of 1.3 points
+    --save_steps 100                # the same command goes on after the newest complete checkpoint
+    --logging_steps 1               # every update
+    --report_to tensorboard         # needs no network
+    --seed 42                       # data order and sampling noise follow from it
+)
+
+if ((NUM_GPUS > 0)); then
+    machine=(--bf16 true)           # bf16 compute over float32 master weights
+else
+    machine=(--use_cpu true --bf16 false)
+    export CUDA_VISIBLE_DEVICES=    # the self-check stays on the CPU too
+fi
+
+echo "An update: $processes processes ($NUM_GPUS GPUs) x $accumulation accumulation steps x $prompts_per_row prompts a" \
+    "row = $((processes * accumulation * prompts_per_row)) prompts"
+
+# --- checks only, training on the CPU, or training on the GPUs
+
+script=$ROOT/open_r1/grpo.py
+dry_run=$(given dry_run)
+if [[ -n $dry_run && ${dry_run,,} != false ]]; then
+    exec "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
+elif ((NUM_GPUS == 0)); then
+    "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
+else
+    launch=(
+        --num_processes "$NUM_GPUS"
+        --num_machines 1
+        --main_process_port 0       # a free one: two runs on a machine do not collide
+        --mixed_precision no        # --bf16 decides
+        --dynamo_backend no
+        --use_deepspeed
+        --deepspeed_config_file "$ROOT/zero3.json"
+    )
+    # `accelerate launch` of this very Python, wherever its scripts lie.
+    "$PYTHON" -m accelerate.commands.launch "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
+        --deepspeed "$ROOT/zero3.json" "$@"
+fi
+
+# --- what the grader would see
+
+sets=(${VAL:+"$VAL"} ${OOD_VAL:+"$OOD_VAL"})
+((${#sets[@]} > 0)) || exit 0
+"$PYTHON" "$ROOT/selfcheck.py" --model "$SUBMISSION" --data "${sets[@]}" --out "$OUT/selfcheck"
