@@ -101,6 +101,7 @@ class Qwen2VLGRPOTrainer(Trainer):
         )
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
         self.metrics: dict[str, list[float]] = defaultdict(list)  # of the rollouts since the last log line, global
+        self.rollout_means: dict[str, float] = {}
         self.loss_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
         self.samples: list[dict] = []  # best and worst completion of each of this rank's groups, for rollouts.jsonl
 
@@ -436,7 +437,9 @@ class Qwen2VLGRPOTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and "train_loss" not in logs:
-            logs |= {name: sum(values) / len(values) for name, values in self.metrics.items()}
+            if self.metrics:  # a later update of the same rollout shows that rollout's numbers again
+                self.rollout_means = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+            logs |= self.rollout_means
             totals = {name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()}
             tokens = max(1.0, totals.get("tokens", 0.0))
             logs["clip_share"], logs["logps_gap"] = totals["clipped"] / tokens, totals["gap"] / tokens
