@@ -1,0 +1,81 @@
+"""Advantages, token weights and the clipped objective against hand-worked numbers."""
+
+import math
+
+import pytest
+import torch
+
+from open_r1.advantages import LossSettings, combine_rewards, group_advantages, grpo_loss, token_weights
+
+NAN = math.nan
+
+
+def test_combine_leaves_out_what_could_not_judge():
+    values = torch.tensor([[[1.0, 0.5], [0.0, NAN], [NAN, NAN]]])  # [1 prompt, 3 completions, 2 functions]
+    got = combine_rewards(values, torch.tensor([1.0, 0.2]))
+    assert got[0, :2].tolist() == pytest.approx([1.1, 0.0]) and got[0, 2].isnan()
+
+
+def test_group_scale():
+    got = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "group")
+    deviation = 0.5  # unbiased, of one 1 and three 0
+    assert got[0].tolist() == pytest.approx([0.75 / (deviation + 1e-4)] + 3 * [-0.25 / (deviation + 1e-4)])
+
+
+def test_batch_scale_is_one_deviation_for_all_groups():
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    got = group_advantages(rewards, "batch")
+    assert got.flatten().tolist() == pytest.approx([0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4), 0, 0])
+
+
+def test_equal_rewards_and_unknown_rewards_give_zero():
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [NAN, NAN, NAN], [1.0, 0.0, NAN], [1.0, NAN, NAN]])
+    got = group_advantages(rewards, "group")
+    assert not got[0].any() and not got[1].any() and not got[3].any()
+    assert got[2, 2] == 0 and got[2, 0] == -got[2, 1] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4))
+    assert group_advantages(rewards, "none")[2].tolist() == [0.5, -0.5, 0.0]
+
+
+def test_token_weights_by_hand():
+    lengths, truncated = torch.tensor([2, 4]), torch.tensor([False, True])
+
+    def weights(loss_type, mask=False, tokens=6):
+        return token_weights(lengths, truncated, loss_type, 10, mask, 2, tokens).tolist()
+
+    assert weights("grpo") == pytest.approx([1 / 4, 1 / 8])
+    assert weights("dapo") == pytest.approx([1 / 6, 1 / 6])
+    assert weights("dr_grpo") == pytest.approx([1 / 20, 1 / 20])
+    assert weights("grpo", mask=True) == pytest.approx([1 / 4, 0])  # a masked completion still counts in the mean
+    assert weights("dapo", mask=True, tokens=2) == pytest.approx([1 / 2, 0])  # but its tokens are no tokens
+
+
+def test_clipping_by_hand():
+    """Ratios 1.5 and 0.5 with both signs: the pessimistic side is clipped, and has no gradient."""
+    old = torch.zeros(4)
+    logps = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    loss, sums = grpo_loss(logps, old, None, advantages, torch.full((4,), 0.25), LossSettings(0.2, 0.28))
+    assert loss.item() == pytest.approx(-(1.28 - 1.5 + 0.5 - 0.8) / 4)
+    loss.backward()
+    assert logps.grad.tolist() == pytest.approx([0, 1.5 / 4, -0.5 / 4, 0])
+    assert sums["clipped"] == 2 and sums["tokens"] == 4
+
+
+def test_on_policy_the_ratio_is_one_and_only_its_gradient_acts():
+    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss, _ = grpo_loss(logps, None, None, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), LossSettings())
+    assert loss.item() == 0
+    loss.backward()
+    assert logps.grad.tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("correction", [False, True])
+def test_k3(correction):
+    logps, ref = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.5])
+    settings = LossSettings(beta=0.1, use_bias_correction_kl=correction)
+    loss, sums = grpo_loss(logps, None, ref, torch.zeros(1), torch.ones(1), settings)
+    k3 = math.exp(-0.5) + 0.5 - 1
+    assert loss.item() == pytest.approx(0.1 * k3) and sums["kl"].item() == pytest.approx(k3)
+    loss.backward()
+    gradient = 1 - math.exp(-0.5) + (k3 if correction else 0)  # the ratio's gradient is the ratio
+    assert logps.grad.item() == pytest.approx(0.1 * gradient)
