@@ -259,9 +259,9 @@ class Qwen2VLGRPOTrainer(Trainer):
     def gathered(self, parameters: list[torch.nn.Parameter]):
         if not hasattr(parameters[0], "ds_id"):
             return nullcontext()
-        from deepspeed.zero import GatheredParameters
+        from deepspeed import zero
 
-        return GatheredParameters(parameters)
+        return zero.GatheredParameters(parameters)
 
     @torch.no_grad()
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,82 @@
+"""Runs open_r1/grpo.py's main() in one of several processes on the CPU and saves the gradients of each update.
+
+    torchrun --nproc_per_node 2 tests/distributed_worker.py {ddp|zero} GRADIENTS.pt FLAGS…
+
+accelerate has no CPU path for DeepSpeed: a state that is made first with gloo gives it one.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def start_deepspeed_on_cpu() -> None:
+    import os
+
+    import deepspeed.ops
+    from accelerate import PartialState
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # plain gloo, not a C++ build of a minute
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
+def main() -> None:
+    kind, path = sys.argv[1], Path(sys.argv[2])
+    del sys.argv[1:3]
+    if kind == "zero":
+        start_deepspeed_on_cpu()
+        sys.argv += ["--accelerator_config", '{"use_configured_state": true}']
+
+    from transformers import TrainerCallback
+
+    from open_r1 import grpo
+
+    trainers, updates = [], []
+
+    class Watch(TrainerCallback):
+        """Gradients of all ranks together, before clipping."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            if kind == "zero":  # DeepSpeed steps inside backward(): look before it does
+                from deepspeed.utils import safe_get_full_grad
+
+                engine = trainers[0].model_wrapped
+                step = engine.step
+
+                def keep_then_step(*a, **k):
+                    updates.append({n: safe_get_full_grad(p).float().clone() for n, p in named()})
+                    return step(*a, **k)
+
+                engine.step = keep_then_step
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if kind != "zero":
+                updates.append({n: p.grad.clone() for n, p in named()})
+
+    def named():
+        return trainers[0].model.named_parameters()
+
+    class Trainer(grpo.Qwen2VLGRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(Watch())
+            trainers.append(self)
+
+    grpo.Qwen2VLGRPOTrainer = Trainer
+    grpo.main()
+
+    trainer = trainers[0]
+    masters = dict(trainer.master_weights())
+    rope = trainer.model.model.language_model.rotary_emb.inv_freq
+    if trainer.args.process_index == 0:
+        torch.save(
+            {"gradients": updates, "masters": masters, "rope": rope.clone(), "best": trainer.best_score}, path
+        )
+
+
+if __name__ == "__main__":
+    main()

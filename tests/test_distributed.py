@@ -1,0 +1,147 @@
+"""One process, two with DDP and two with ZeRO-3 make the same updates; ZeRO-3 in bf16 keeps what must be float32.
+
+Gradients before clipping are compared, not weights after an Adam step, which hide any constant factor. Completions have
+unequal lengths, accumulation is above 1, and some prompts have no image, so that a rank is without images in some rows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, Features, Image, List, Value
+
+from open_r1.checkpoint import load_policy
+from open_r1.submission import read_record
+from tests.tiny import noise_image, save_public_form
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = 4  # of an update
+UPDATES = 3
+
+
+def make_rows(seed: int, count: int) -> Dataset:
+    images = [
+        [] if i % 3 == 2 else [noise_image(100 * seed + i, 56 + 28 * (i % 2), 60)] for i in range(count)
+    ]
+    columns = {
+        "images": images,
+        "problem": [f"How many of kind {'x' * (i % 5)}?" for i in range(count)],
+        "solution": [str(i % 7) for i in range(count)],
+    }
+    features = Features({"images": List(Image()), "problem": Value("string"), "solution": Value("string")})
+    return Dataset.from_dict(columns, features=features)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("distributed")
+    save_public_form(root / "base", seed=0)
+    make_rows(1, 16).save_to_disk(root / "train")
+    make_rows(2, 5).save_to_disk(root / "val")
+    config = json.loads((ROOT / "zero3.json").read_text())
+    (root / "zero3.json").write_text(json.dumps(config))
+    return root
+
+
+def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, **env: str) -> dict:
+    """Runs the worker; what it saved, with the logs and the folder of its submission."""
+    out = folder / name
+    flags = (
+        "--model_name_or_path", folder / "base", "--dataset_name", folder / "train", "--val_dataset", folder / "val",
+        "--output_dir", out, "--submission_dir", folder / f"{name}_submission", "--eval_strategy", "steps",
+        "--eval_steps", UPDATES, "--num_generations", 4, "--max_completion_length", 10, "--max_steps", UPDATES,
+        "--gradient_accumulation_steps", PROMPTS // processes, "--learning_rate", 1e-2, "--optim", "sgd",
+        "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters", "--report_to",
+        "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, *flags,
+    )  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
+    launcher = [] if processes == 1 and kind != "zero" else launcher + ["--standalone"]
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "tests/distributed_worker.py"),
+        kind,
+        str(folder / f"{name}.pt"),
+    ]
+    done = subprocess.run(
+        [*command, *map(str, flags)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result = torch.load(folder / f"{name}.pt", weights_only=False)
+    logs = [json.loads(line) for line in (out / "logs.jsonl").read_text().splitlines()]
+    return result | {
+        "logs": [log for log in logs if "loss" in log],
+        "submission": folder / f"{name}_submission",
+    }
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return launch(folder, "one", "ddp", 1, "--bf16", "false")
+
+
+def assert_same_updates(got: dict, expected: dict) -> None:
+    assert len(got["gradients"]) == len(expected["gradients"]) == UPDATES
+    for a, b in zip(got["gradients"], expected["gradients"], strict=True):
+        assert a.keys() == b.keys()
+        difference = sum((a[n] - b[n]).square().sum() for n in b).sqrt()
+        norm = sum(value.square().sum() for value in b.values()).sqrt()
+        assert norm > 0 and difference / norm < 1e-5
+    for a, b in zip(got["logs"], expected["logs"], strict=True):
+        for name in (
+            "loss",
+            "grad_norm",
+            "reward",
+            "completions/mean_length",
+            "entropy",
+            "zero_variance",
+            "logps_gap",
+        ):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
+    assert got["best"] == expected["best"]
+
+
+def test_lengths_are_unequal(one):
+    assert any(log["completions/max_length"] > log["completions/mean_length"] for log in one["logs"])
+
+
+def test_two_processes_with_ddp(folder, one):
+    assert_same_updates(launch(folder, "ddp", "ddp", 2, "--bf16", "false"), one)
+
+
+def test_two_processes_with_zero3(folder, one):
+    got = launch(folder, "zero3", "zero", 2, "--bf16", "false", "--deepspeed", folder / "zero3.json")
+    assert_same_updates(got, one)
+    for name, value in one["masters"].items():
+        assert torch.allclose(got["masters"][name], value, atol=1e-6)
+
+
+def test_zero3_in_bf16_keeps_float32_where_it_must(folder):
+    """Float32 masters take small steps, rotary frequencies stay exact, and the submission is rounded from the masters."""
+    flags = (
+        "--bf16",
+        "true",
+        "--deepspeed",
+        folder / "zero3.json",
+        "--learning_rate",
+        1e-6,
+        "--optim",
+        "adamw_torch",
+    )
+    got = launch(folder, "zero3_bf16", "zero", 2, *flags)
+    base = load_policy(folder / "base", torch.float32)
+    assert got["rope"].dtype == torch.float32
+    assert torch.equal(got["rope"], base.model.language_model.rotary_emb.inv_freq)
+    moved = [
+        (got["masters"][n] != p).float().mean().item() for n, p in base.named_parameters() if "layers" in n
+    ]
+    assert min(moved) > 0.5  # bf16 weights would have stayed where they are
+    assert (
+        read_record(got["submission"])["recipe"] == "base"
+    )  # nothing answered correctly: the base still stands there
+    load_policy(got["submission"], torch.bfloat16)
