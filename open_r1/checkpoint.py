@@ -46,8 +46,8 @@ def load_policy(
     """
     path = local_model(path)
     try:
-        model_type = Qwen2VLConfig.get_config_dict(path)[0].get("model_type")
-    except Exception as error:  # an OSError or a ValueError, by version and fault
+        model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} has no readable config.json: {_first_line(error)}") from error
     if model_type != MODEL_TYPE:
         raise ValueError(f"{path} is a {model_type!r} model; set MODEL to a {MODEL_TYPE!r} one.")
@@ -55,8 +55,9 @@ def load_policy(
         try:
             # The class itself: transformers does not rename a subclass's tensors, and then makes them up.
             model, loading = Qwen2VLForConditionalGeneration.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-            )
+                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )  # fmt: skip
         except Exception as error:  # safetensors, json and transformers each raise their own
             raise ValueError(f"{path} cannot be loaded: {_first_line(error)}") from error
     faults = {kind: sorted(map(str, keys)) for kind, keys in loading.items() if keys}
@@ -166,7 +167,7 @@ def parameter_name(name: str) -> str:
 
 
 def tensor_slots(folder: Path) -> dict[str, list[Slot]]:
-    """Where each parameter lies, by the name in the module. A tied head in a file is the embedding once more."""
+    """Where each parameter lies, by the module's name. A tied head in a file is the embedding once more."""
     slots: dict[str, list[Slot]] = {}
     for file in weight_files(folder):
         header, entries = read_header(folder / file)

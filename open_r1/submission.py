@@ -121,7 +121,7 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
 def write_submission(
     base: str | Path, submission: str | Path, tensors: Iterable[tuple[str, Tensor]], record: dict
 ) -> None:
-    """Replace the submission by the base with these values. `record` is about them: score, rows, step, recipe.
+    """Replace the submission by the base with these values; `record` tells score, rows, step and recipe.
 
     `tensors` yields every parameter once, as (name in the module, float32 tensor), and is run to its end even
     when something fails: to gather a parameter is collective, and the other ranks would hang.
@@ -246,7 +246,7 @@ def _copy_companions(base: Path, new: Path) -> None:
 def _install(new: Path, submission: Path) -> None:
     """Put the model `new` in the submission's place, in one step.
 
-    A model that stood there and was not written here becomes `<submission>.previous`.
+    A model that stood there and was not written here, or has notes in it, is kept as `<submission>.previous`.
     """
     fault = is_valid_model(new)
     if fault:
@@ -261,14 +261,15 @@ def _install(new: Path, submission: Path) -> None:
             _replace_in_place(new, submission)
             (submission / UNFILLED).unlink()
     else:
-        ours = _is_ours(submission, new)
-        beside = new if ours else new.rename(_free_name(submission))
+        ours = read_record(submission) is not None
+        previous = _free_name(submission)
+        beside = new if ours and not _extras(submission, new) else new.rename(previous)
         try:
             _exchange(beside, submission)
         except OSError:  # a mount point, or a file system without the call
+            beside.rename(new)
             if not ours:
-                beside.rename(new)
-                shutil.copytree(submission, beside)
+                shutil.copytree(submission, previous)
             _replace_in_place(new, submission)
     fsync(submission.parent)
 
@@ -321,14 +322,12 @@ def _other_name(shard: str) -> str:
     return shard.replace(".safetensors", ".b.safetensors")
 
 
-def _is_ours(submission: Path, new: Path) -> bool:
-    """Whether what stands there was written here, and nothing was put beside it since."""
-    if read_record(submission) is None:
-        return False
+def _extras(submission: Path, new: Path) -> set[str]:
+    """What stands beside our model and is not of it: somebody's notes."""
     known = {INDEX, *weight_files(submission)}
     for path in new.iterdir():
         known |= {path.name, _other_name(path.name), f".{path.name}.tmp", f".{_other_name(path.name)}.tmp"}
-    return all(entry.name in known for entry in submission.iterdir())
+    return {entry.name for entry in submission.iterdir()} - known
 
 
 def _free_name(submission: Path) -> Path:
