@@ -383,6 +383,14 @@ class Qwen2VLGRPOTrainer(Trainer):
             prune(Path(self.args.output_dir), keep=2)
         self.accelerator.wait_for_everyone()
 
+    @torch.no_grad()
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """The Trainer's own loads the file's names (`visual.…`) into the module's (`model.visual.…`) without strictness:
+        nothing arrives, and the run goes on from the base. DeepSpeed restores its engine elsewhere."""
+        loaded = dict(load_policy(resume_from_checkpoint, torch.float32).named_parameters())
+        for name, parameter in self.named_parameters():
+            parameter.copy_(loaded[name])
+
     # --- log --------------------------------------------------------------------------------------------------------
 
     def record(self, groups: list[Group], prompts: list[Prompt], rewards: Tensor, per_function: Tensor) -> None:

@@ -1,0 +1,335 @@
+"""The script as its users meet it: rewards, refusals, a reward of their own, resume, logs, validation, submission."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trl import ModelConfig, TrlParser
+
+from open_r1 import grpo, validation
+from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+from open_r1.checkpoint import load_policy
+from open_r1.grpo import accuracy_reward, format_reward, reward_funcs_registry
+from open_r1.rewards import (
+    Reward,
+    RewardCaller,
+    RewardError,
+    as_conversations,
+    check_signature,
+    resolve_rewards,
+    try_rewards,
+)
+from open_r1.submission import read_record
+from tests.test_distributed import make_rows
+from tests.tiny import save_public_form, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+TEXTS = {
+    # text: (accuracy for the count 3, format), not truncated
+    "<answer>3</answer>": (1, 1),
+    "<answer> 3 </answer>\n": (1, 1),
+    "<think> 2 and 1 </think> <answer> 3 </answer>": (1, 1),
+    "<answer> 4 </answer>": (0, 1),
+    "<answer> 4 </answer> <answer> 3 </answer>": (0, 0),  # the grader reads the first
+    "<answer> 3 </answer> <answer> 3 </answer>": (1, 0),
+    "<answer> 3 </answer> is what I count": (1, 0),
+    "<answer> 3 </answer> </answer> </answer>": (1, 0),
+    "<answer> <answer> 3 </answer>": (1, 0),
+    "<answer> 3 items </answer>": (0, 0),
+    "<answer> 3.0 </answer>": (0, 0),
+    "There are 3 items.": (0, 0),
+    "": (0, 0),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_accuracy_and_format(text):
+    completions = as_conversations([text])
+    assert accuracy_reward(completions, answer=[3], solution=["<answer> 3 </answer>"]) == [TEXTS[text][0]]
+    assert format_reward(completions, truncated=[False]) == [TEXTS[text][1]]
+    assert format_reward(completions, truncated=[True]) == [0]  # repeated to the length cap: earns nothing
+
+
+def test_unknown_reward_lists_the_known_ones():
+    with pytest.raises(ValueError, match="--reward_funcs lenght .*accuracy, format"):
+        resolve_rewards(["lenght"], None, reward_funcs_registry)
+    with pytest.raises(ValueError, match="tests.rewards.nothing could not be imported"):
+        resolve_rewards(["tests.rewards.nothing"], None, reward_funcs_registry)
+    with pytest.raises(ValueError, match="2 values for 1"):
+        resolve_rewards(["accuracy"], [1.0, 0.5], reward_funcs_registry)
+    assert resolve_rewards(["tests.rewards.letters"], [0.5], {})[0].weight == 0.5
+
+
+def test_a_reward_gets_what_it_names():
+    seen = {}
+
+    def picky(completions, group, answer, colour="red"):
+        seen.update(locals())
+        return [None, 1]
+
+    def takes_all(completions, **kwargs):
+        seen["kwargs"] = set(kwargs)
+        return [0.5, True]
+
+    available = {
+        "completions": as_conversations(["a", "b"]), "group": [0, 0], "answer": [3, 3], "kind": ["x", "y"],
+        "entropy": [torch.zeros(1)] * 2,
+    }  # fmt: skip
+    values = RewardCaller([Reward("picky", picky, 1.0), Reward("all", takes_all, 0.0)], 0)(available)
+    assert values[0, 0].isnan() and values[1].tolist() == [1, 1] and values[0, 1] == 0.5
+    assert seen["group"] == [0, 0] and seen["colour"] == "red" and seen["kwargs"] == {"answer", "kind"}
+    check_signature(Reward("picky", picky, 1.0), ["question", "answer"])
+    with pytest.raises(ValueError, match="asks for answer, which is neither a column"):
+        check_signature(Reward("picky", picky, 1.0), ["question"])
+
+
+@pytest.mark.parametrize(
+    "returned", [[1.0], "ab", ["1", "2"], [float("nan"), 1.0], [float("inf"), 0.0], None, 3, ZeroDivisionError]
+)
+def test_a_reward_that_misbehaves_is_counted_and_then_stops_the_run(returned, capsys):
+    def bad(completions, **kwargs):
+        if isinstance(returned, type):
+            raise returned("on purpose")
+        return returned
+
+    caller = RewardCaller([Reward("bad", bad, 1.0)], max_failures=1)
+    available = {"completions": as_conversations(["a", "b"])}
+    assert caller(available).isnan().all() and caller.failures == {"bad": 1}
+    assert "reward bad" in capsys.readouterr().out
+    with pytest.raises(RewardError, match="reward bad"):
+        caller(available)
+
+
+def test_rewards_are_tried_on_gold_answers():
+    rows = [{"question": "How many?", "answer": n, "solution": str(n)} for n in (0, 7, 12)]
+    rewards = resolve_rewards(["accuracy", "format"], [1.0, 0.1], reward_funcs_registry)
+    table = try_rewards(rewards, rows, tiny_tokenizer())
+    assert table.splitlines()[1].split() == ["accuracy", "1", "1.00", "0.00"]
+    with pytest.raises(ValueError, match="accuracy reward gives 0.00 on gold"):
+        try_rewards([Reward("accuracy", lambda completions: [0.0] * len(completions), 1.0)], rows, tiny_tokenizer())
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def parse(*flags) -> tuple[RecipeArguments, GRPOArguments, ModelConfig]:
+    return TrlParser((RecipeArguments, GRPOArguments, ModelConfig)).parse_args_and_config([str(flag) for flag in flags])
+
+
+FLAGS = ("--dataset_name", "d", "--val_dataset", "v", "--output_dir", "o", "--use_cpu", "true", "--report_to", "none")
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (("--per_device_train_batch_size", 2), "--per_device_train_batch_size 2: .*--prompts_per_row"),
+        (("--num_generations", 1), "--num_generations 1"),
+        (("--loss_type", "bnpo"), "--loss_type bnpo: set one of grpo, dapo, dr_grpo"),
+        (("--use_vllm", "true"), "--use_vllm True: this trainer does not honour it"),
+        (("--delta", 2), "--delta 2.0"),
+        (("--use_peft", "true"), "--use_peft True"),
+        (("--attn_implementation", "flash_attention_2"), "--attn_implementation flash_attention_2"),
+        (("--max_completion_length", 512), "--max_completion_length 512: the grader cuts"),
+        (("--gradient_accumulation_steps", 2, "--steps_per_generation", 3), "--steps_per_generation 3"),
+        (("--steps_per_generation", 3, "--save_steps", 100), "--save_steps 100 is no multiple of the 3"),
+        (("--temperature", 0), "--temperature 0.0"),
+        (("--save_only_model", "true"), "--save_only_model"),
+        (("--rollout_engine", "vllm"), "--rollout_engine vllm"),
+        (("--prompt_mix", 1.5), "--prompt_mix 1.5"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_sentence(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check_args(*parse(*FLAGS, *flags))
+
+
+def test_r1v_flags_mean_what_they_mean_there():
+    """One prompt group a device and micro-step: GRPOConfig's own divisibility check would refuse this."""
+    recipe, args, model = parse(
+        *FLAGS, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2, "--num_generations", 8,
+        "--reward_funcs", "accuracy", "format",
+    )  # fmt: skip
+    check_args(recipe, args, model)
+    assert (args.prompts_per_update, args.prompts_per_rollout, args.updates_per_rollout) == (2, 2, 1)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("grpo")
+    save_public_form(root / "base", seed=0)
+    make_rows(1, 20).save_to_disk(root / "train")
+    make_rows(2, 3).save_to_disk(root / "val")
+    return root
+
+
+def flags(folder: Path, out: Path, *more) -> list[str]:
+    return [
+        *map(str, (
+            "--model_name_or_path", folder / "base", "--dataset_name", folder / "train", "--output_dir", out,
+            "--gradient_accumulation_steps", 2, "--num_generations", 4, "--max_completion_length", 8, "--learning_rate",
+            1e-3, "--lr_scheduler_type", "constant", "--reward_funcs", "tests.rewards.letters", "accuracy",
+            "--reward_weights", 1, 0, "--report_to", "none", "--use_cpu", "true", "--bf16", "false", *more,
+        ))
+    ]  # fmt: skip
+
+
+def run(folder, out, *more):
+    parsed = parse(*flags(folder, out, *more))
+    check_args(*parsed)
+    return grpo.run(*parsed)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "train_runtime"} for row in rows if "loss" in row]
+
+
+def test_resumed_equals_uninterrupted(folder, tmp_path):
+    """The same command goes on from its newest complete checkpoint; a broken newer one is passed over."""
+    whole = run(folder, tmp_path / "whole", "--max_steps", 4, "--save_steps", 2)
+    run(folder, tmp_path / "parts", "--max_steps", 3, "--save_steps", 2)
+    shutil.rmtree(tmp_path / "parts/checkpoint-3")  # as if the run had been killed after update 3, before its save
+    (tmp_path / "parts/checkpoint-3").mkdir()
+    parts = run(folder, tmp_path / "parts", "--max_steps", 4, "--save_steps", 2)
+    assert without_times(lines(tmp_path / "parts/logs.jsonl")) == without_times(lines(tmp_path / "whole/logs.jsonl"))
+    assert lines(tmp_path / "parts/rollouts.jsonl") == lines(tmp_path / "whole/rollouts.jsonl")
+    for (name, a), (_, b) in zip(whole.master_weights(), parts.master_weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_finished_run_is_not_run_again_and_another_world_size_is_refused(folder, tmp_path, capsys):
+    run(folder, tmp_path / "out", "--max_steps", 1, "--save_steps", 1)
+    run(folder, tmp_path / "out", "--max_steps", 1, "--save_steps", 1)
+    assert "has all 1 updates" in capsys.readouterr().out
+    marker = tmp_path / "out/checkpoint-1/COMPLETE"
+    marker.write_text(marker.read_text().replace('"world_size": 1', '"world_size": 2'))
+    with pytest.raises(ValueError, match="written by 2 processes and this run has 1"):
+        run(folder, tmp_path / "out", "--max_steps", 2)
+
+
+def give_scores(monkeypatch, *scores: float) -> None:
+    """Validations in turn find these accuracies."""
+    given, original = iter(scores), validation.summarize
+    monkeypatch.setattr(validation, "summarize", lambda examples: original(examples) | {"accuracy_pct": next(given)})
+
+
+def test_validation_keeps_the_best_in_the_submission(folder, tmp_path, monkeypatch):
+    """The model of the first validation stands there at the end, rounded from its masters."""
+    masters = []
+    give_scores(monkeypatch, 10.0, 30.0, 20.0)  # base, first update, second update
+    original = grpo.Qwen2VLGRPOTrainer.submit
+    monkeypatch.setattr(
+        grpo.Qwen2VLGRPOTrainer, "submit",
+        lambda self, *a: (masters.append({n: w.clone() for n, w in self.master_weights()}), original(self, *a)),
+    )  # fmt: skip
+    trainer = run(
+        folder, tmp_path / "out", "--max_steps", 2, "--val_dataset", folder / "val", "--eval_strategy", "steps",
+        "--eval_steps", 1, "--submission_dir", tmp_path / "submission", "--save_strategy", "no",
+    )  # fmt: skip
+    assert trainer.best_score == 30.0 and len(masters) == 1
+    assert read_record(tmp_path / "submission")["step"] == 1
+    for name, parameter in load_policy(tmp_path / "submission", torch.bfloat16).named_parameters():
+        assert torch.equal(parameter, masters[0][name].bfloat16()), name
+
+
+def test_a_better_submission_is_not_replaced(folder, tmp_path, monkeypatch):
+    """Several rounds: what stands there is scored on the same rows first, and is the one to beat."""
+    submission = tmp_path / "submission"
+    shutil.copytree(folder / "base", submission)
+    before = {file.name: file.read_bytes() for file in submission.iterdir()}
+    give_scores(monkeypatch, 10.0, 50.0, 40.0)  # base, submission, first update
+    trainer = run(
+        folder, tmp_path / "out", "--max_steps", 1, "--val_dataset", folder / "val", "--eval_strategy", "steps",
+        "--eval_steps", 1, "--submission_dir", submission, "--save_strategy", "no",
+    )  # fmt: skip
+    assert trainer.best_score == 50.0
+    assert {file.name: file.read_bytes() for file in submission.iterdir()} == before
+    base = load_policy(folder / "base", torch.float32)
+    rolled_out = dict(trainer.engine.model.named_parameters())
+    assert any(not torch.equal(rolled_out[n], p) for n, p in base.named_parameters())  # the policy, not the submission
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_weights_change(folder, tmp_path, monkeypatch):
+    from open_r1 import trainer as module
+
+    original, trainers = module.grpo_loss, []
+    monkeypatch.setattr(module, "grpo_loss", lambda *a: (original(*a)[0] * float("nan"), original(*a)[1]))
+    init = module.Qwen2VLGRPOTrainer.__init__
+    monkeypatch.setattr(
+        module.Qwen2VLGRPOTrainer, "__init__", lambda self, *a, **k: (trainers.append(self), init(self, *a, **k))[1]
+    )
+    with pytest.raises(FloatingPointError, match="the loss of update 1 is not finite on rank \\[0\\]"):
+        run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
+    for name, parameter in load_policy(folder / "base", torch.float32).named_parameters():
+        assert torch.equal(dict(trainers[0].model.named_parameters())[name], parameter), name
+
+
+def test_rewards_may_ask_for_entropy_and_images(folder, tmp_path, monkeypatch):
+    seen = {}
+
+    def curious(completions, entropy, self_certainty, images, group, completion_ids, **kwargs):
+        seen.update(entropy=entropy, images=images, group=group, ids=completion_ids, certainty=self_certainty)
+        return [float(e.mean()) for e in entropy]
+
+    monkeypatch.setitem(reward_funcs_registry, "curious", curious)
+    run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no", "--reward_funcs", "curious", "--reward_weights", 1)
+    assert [len(e) for e in seen["entropy"]] == [len(ids) for ids in seen["ids"]] == [len(c) for c in seen["certainty"]]
+    assert seen["group"] == [0] * 4 + [1] * 4 and len(seen["images"]) == 8
+    assert all((e > 0).all() for e in seen["entropy"])
+
+
+def test_a_reference_and_several_updates_a_rollout(folder, tmp_path):
+    trainer = run(
+        folder, tmp_path / "out", "--max_steps", 4, "--save_strategy", "no", "--beta", 0.04, "--steps_per_generation", 4,
+        "--prompts_per_row", 1, "--num_iterations", 1,
+    )  # fmt: skip
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [round(log["kl"], 9) == 0 for log in logs] == [True, False, False, False]
+    assert logs[0]["reward"] == logs[1]["reward"] != logs[2]["reward"]  # two updates a rollout
+
+
+def test_overlap_with_validation_and_the_same_folder(folder, tmp_path, capsys):
+    run(folder, tmp_path / "dry", "--val_dataset", folder / "val", "--dry_run", "true", "--max_steps", 1)
+    shown = capsys.readouterr().out
+    assert "0 share an image" in shown and "ready: nothing was launched" in shown and not (tmp_path / "dry/logs.jsonl").exists()
+    with pytest.raises(ValueError, match="is the validation set"):
+        run(folder, tmp_path / "dry", "--val_dataset", folder / "train", "--dry_run", "true")
+
+
+def test_a_new_user_adds_a_reward(folder, tmp_path):
+    """What the README says: write a function in grpo.py, register it, name it, find it in logs.jsonl."""
+    copy = tmp_path / "repository"
+    shutil.copytree(ROOT / "open_r1", copy / "open_r1")
+    shutil.copy(ROOT / "requirements.txt", copy)
+    script = copy / "open_r1/grpo.py"
+    text = script.read_text()
+    function = "def brevity_reward(completions, **kwargs):\n    return [1 / (1 + len(c[0]['content'])) for c in completions]\n"
+    text = text.replace("reward_funcs_registry = {", function + '\n\nreward_funcs_registry = {\n    "brevity": brevity_reward,', 1)
+    script.write_text(text)
+    command = [
+        sys.executable, script, *flags(folder, tmp_path / "out", "--max_steps", 3, "--save_strategy", "no"),
+        "--reward_funcs", "accuracy", "brevity", "--reward_weights", "1", "0.5",
+    ]  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3/3 100%" in done.stdout
+    logs = lines(tmp_path / "out/logs.jsonl")
+    values = [log["rewards/brevity"] for log in logs if "loss" in log]
+    assert len(values) == 3 and all(0 < value < 1 for value in values)
