@@ -65,7 +65,7 @@ def refusal(faults: list[str]) -> str:
 def main(files: list[str]) -> int:
     missing, outside = find_faults([Path(file) for file in files])
     if missing:
-        print(", ".join(missing))
+        print(", ".join(fault.split()[0] for fault in missing))
         return MISSING
     if outside:
         print(refusal(outside), file=sys.stderr)

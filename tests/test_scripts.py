@@ -6,6 +6,7 @@ variables say, and trains nothing. The scripts run from a copy in which /app is 
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ case "$*" in
         if [[ $me == */.venv/* ]]; then
             [[ -e $(dirname "$me")/installed ]] || exit 3
         elif [[ ${STUB_SYSTEM:-complete} == missing ]]; then
-            echo "torch (here: none)"; exit 3
+            echo "torch>=2.11,<2.15"; exit 3
         elif [[ ${STUB_SYSTEM:-complete} == outside ]]; then
             echo "trl is too old" >&2; exit 1
         fi ;;
@@ -297,11 +298,10 @@ def test_exit_codes_pass_through(full_box: Box, gpus: int):
 
 
 def test_methods_main_is_the_same_run_from_any_directory(full_box: Box, tmp_path: Path):
-    full_box.run("--seed", "7", STUB_GPUS=2)
+    full_box.run("--seed 7", "a b", STUB_GPUS=2)
     from_root = full_box.calls
-    assert (
-        full_box.run("--seed", "7", script="methods/main/train.sh", cwd=tmp_path, STUB_GPUS=2).returncode == 0
-    )
+    result = full_box.run("--seed 7", "a b", script="methods/main/train.sh", cwd=tmp_path, STUB_GPUS=2)
+    assert result.returncode == 0
     assert full_box.calls == from_root
 
 
@@ -331,7 +331,7 @@ def test_missing_packages_are_installed_once(full_box: Box):
     venv = full_box.repo / ".venv"
     result = full_box.run(STUB_SYSTEM="missing")
     assert result.returncode == 0, result.stderr
-    assert "torch (here: none)" in result.stdout and "GB to download" in result.stdout
+    assert "torch>=2.11,<2.15" in result.stdout and "GB to download" in result.stdout
     (pip,) = full_box.calls_with("pip")
     assert pip[0] == str(venv / "bin/python") and pip[-3:] == [
         "-r",
@@ -432,6 +432,24 @@ def test_the_recipes_flags_are_flags_of_grpo_and_pass_its_checks(full_box: Box):
     assert arguments.prompts_per_update == 16
 
 
+def test_the_readme_lists_the_recipes_flags_with_their_values(full_box: Box):
+    full_box.run(STUB_GPUS=1)
+    call = full_box.training()
+    recipe = call[call.index("--reward_funcs") : call.index("--bf16")]
+    listed = {}
+    for flags, values in re.findall(
+        r"^\| (`--.*?) \| (.*?) \|", (ROOT / "methods/main/README.md").read_text(), re.M
+    ):
+        names, values = re.findall(r"--\w+", flags), re.findall(r"`(.*?)`", values)
+        listed |= zip(names, values, strict=False)
+    assert listed.pop("--gradient_accumulation_steps") == "NUM_GPUS"  # a formula
+    for name, text in listed.items():
+        start = recipe.index(name) + 1
+        assert recipe[start : start + len(text.split())] == text.split(), name
+    flags = {argument for argument in recipe if argument.startswith("--")}
+    assert flags == {*listed, "--gradient_accumulation_steps"}
+
+
 def test_deepspeed_reads_every_key_of_zero3_json():
     from deepspeed.runtime import constants
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -498,7 +516,7 @@ def test_a_missing_package_is_named(installed, requirements, capsys: pytest.Capt
     with pytest.raises(SystemExit, match=r"trl>=1.16,<1.17 \(here: none\), packaging>=23 \(here: none\)"):
         versions.check_versions()
     assert versions.main([str(requirements)]) == versions.MISSING
-    assert "trl" in capsys.readouterr().out
+    assert capsys.readouterr().out == "trl>=1.16,<1.17, packaging>=23\n"
 
 
 def test_the_tests_themselves_run_on_tested_versions():
