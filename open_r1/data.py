@@ -104,7 +104,7 @@ class CountingData:
             if value is None:
                 raise DataError(f"image {number} has neither bytes nor a path")
             if isinstance(value, pa.Buffer):
-                yield pa.BufferReader(value)
+                yield _BufferFile(value)
                 continue
             path = self.folder / value
             if not path.is_file():
@@ -115,6 +115,14 @@ class CountingData:
     def images(self, row: int) -> list[PIL.Image.Image]:
         """The row's images, decoded, in RGB. Raises DataError (which does not name the row)."""
         return [decode(file) for file in self.open_images(row)]
+
+
+class _BufferFile(pa.BufferReader):
+    """As other files do, it allows seeking past the end, which Pillow tries on short files."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = (0, self.tell(), self.size())[whence]
+        return super().seek(min(start + offset, self.size()))
 
 
 def decode(file: BinaryIO) -> PIL.Image.Image:

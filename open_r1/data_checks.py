@@ -81,7 +81,7 @@ class BackgroundDecode:
                 if self._stop.is_set():
                     break
         except Exception as error:  # a thread's exception would be lost; poll raises it
-            self._error = error
+            self._error = error.with_traceback(None)  # or it would keep the loader alive
 
     @property
     def done(self) -> bool:

@@ -49,25 +49,28 @@ def prompt_loader(
                 raise DataError(f"{len(rows)} prompts cannot be shared equally by {world_size} processes")
             yield [(row, rollout) for row in rows[rank * share : (rank + 1) * share]]
 
+    if not num_workers:
+        return ([encoder.encode(data, row, step=rollout) for row, rollout in share] for share in shares())
     loader = DataLoader(
-        _Rows(data, encoder),
-        batch_sampler=shares(),
+        _Rollouts(data, encoder),
+        sampler=shares(),
+        batch_size=None,  # one share is one item
         num_workers=num_workers,
-        prefetch_factor=1 if num_workers else None,  # a worker is one rollout ahead
-        collate_fn=_to_shared if num_workers else list,
-        # Its own generator: a loader draws a seed, and that must not move training's random numbers.
-        generator=torch.Generator(),
+        prefetch_factor=1,  # a worker is one rollout ahead
+        generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )
-    return map(_from_shared, loader) if num_workers else iter(loader)
+    return map(_from_shared, loader)
 
 
-class _Rows(Dataset):
+class _Rollouts(Dataset):
     def __init__(self, data: CountingData, encoder: PromptEncoder):
         self.data, self.encoder = data, encoder
 
-    def __getitem__(self, key: tuple[int, int]) -> Prompt:
-        row, rollout = key
-        return self.encoder.encode(self.data, row, step=rollout)
+    def __getitem__(self, share: list[tuple[int, int]]) -> tuple[Tensor, list[Prompt]] | DataError:
+        try:
+            return _to_shared([self.encoder.encode(self.data, row, step=rollout) for row, rollout in share])
+        except DataError as error:  # a loader would bury it in a traceback: _from_shared raises it
+            return error
 
 
 # Between processes every tensor takes an open file, and a rollout has hundreds of them: they cross as one.
@@ -98,7 +101,9 @@ def _to_shared(prompts: list[Prompt]) -> tuple[Tensor, list[Prompt]]:
     return torch.cat(parts), places
 
 
-def _from_shared(shared: tuple[Tensor, list[Prompt]]) -> list[Prompt]:
+def _from_shared(shared: tuple[Tensor, list[Prompt]] | DataError) -> list[Prompt]:
+    if isinstance(shared, DataError):
+        raise DataError(str(shared))
     flat, places = shared
 
     def tensor(place: tuple[int, torch.Size, torch.dtype] | None) -> Tensor | None:

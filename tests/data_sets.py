@@ -70,7 +70,7 @@ def write_form(form: str, folder) -> str:
             picked = table(
                 *[[*reversed(column)] for column in ([encoded(p) for p in PICTURES], QUESTIONS, SOLUTIONS)]
             )
-            picked.select([3, 2, 1, 0]).with_format("torch").save_to_disk(folder)
+            picked.select([3, 2, 1, 0]).save_to_disk(folder)
         case "parquet":
             data.to_parquet(folder / "rows.parquet")
         case "parquet file":

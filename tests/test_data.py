@@ -101,6 +101,14 @@ def test_other_columns_reach_the_rewards_as_they_are(tmp_path):
     assert rows.columns(1) == {"question": "r", "answer": 8, "solution": 8, "k": "v"}
 
 
+def test_a_saved_format_is_not_passed_on(tmp_path):
+    data = many_images([[encoded(PICTURES[0])]], ["How many?"], [3])
+    data.with_format("torch").save_to_disk(tmp_path / "rows")
+    columns = load_rows(tmp_path / "rows").columns(0)
+    assert columns == {"question": "How many?", "answer": 3, "solution": 3}
+    assert type(columns["solution"]) is int
+
+
 def test_an_image_column_besides_is_never_decoded(tmp_path):
     data = table().rename_column("image", "shown").cast(table().rename_column("image", "shown").features)
     data = data.add_column("image", [{"bytes": encoded(p), "path": None} for p in PICTURES])
@@ -130,7 +138,20 @@ def test_gold_answer(solution, count):
 
 @pytest.mark.parametrize(
     "solution",
-    ["", "three", "-3", "3.5", "3 or 4", "<answer>-3</answer>", "<answer></answer>", -3, 2.5, True, None, [3]],
+    [
+        "",
+        "three",
+        "-3",
+        "3.5",
+        "3 or 4",
+        "<answer>-3</answer>",
+        "<answer></answer>",
+        -3,
+        2.5,
+        True,
+        None,
+        [3],
+    ],
 )
 def test_a_solution_that_is_no_count(solution):
     with pytest.raises(DataError, match="is not a count"):
