@@ -114,10 +114,12 @@ def launch(args: argparse.Namespace, sets: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as meeting:
         try:
             mp.spawn(work, (processes, args, sets, meeting), nprocs=processes)
-        except mp.ProcessExitedException as end:  # spawn has ended the other processes
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as end:  # spawn has ended the others
             reason = Path(meeting, "refusal")
             if reason.exists():
                 raise Refused(reason.read_text()) from None
+            if isinstance(end, mp.ProcessRaisedException):
+                raise
             sys.exit(f"selfcheck: {end}; if the machine ran out of memory, set --num_processes lower.")
 
 
@@ -149,7 +151,7 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
     engine, encoder = load_model(args, f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if rank == 0:
         make_folder(args.out)
-    summaries = {}
+    results = {}
     for name, data in loaded.items():
         try:
             share = validation.evaluate(
@@ -167,17 +169,17 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
             raise Refused(str(error)) from error
         except torch.OutOfMemoryError:
             raise Refused(f"--batch_size {args.batch_size} is too much for the GPU: set it lower.") from None
-        examples = validation.gather_examples(share)
-        summaries[name] = validation.summarize(examples)
-        if rank == 0:
-            lines = [json.dumps(asdict(example), ensure_ascii=False) + "\n" for example in examples]
-            Path(args.out, f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        results[name] = validation.gather_examples(share)
     if rank == 0:
         dtype = str(engine.model.dtype).removeprefix("torch.")
+        summaries = {name: validation.summarize(examples) for name, examples in results.items()}
         how = {"model": args.model, "engine": args.engine, "dtype": dtype, "limit": args.limit}
         report = {name: summary | how | {"data": sets[name]} for name, summary in summaries.items()}
         report["score"] = validation.score(summaries.values())
         Path(args.out, "selfcheck.json").write_text(json.dumps(report, indent=2) + "\n")
+        for name, examples in results.items():
+            lines = [json.dumps(asdict(example), ensure_ascii=False) + "\n" for example in examples]
+            Path(args.out, f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"\n{args.model}, {args.engine} engine, {dtype}\n\n{validation.format_table(summaries)}\n")
         print(f"{args.out} holds selfcheck.json and a JSONL file of each set, one line a row.")
 

@@ -179,4 +179,10 @@ def test_the_table():
     assert find["-1"].split() == ["-1", "█" * 12, "1", "12.5", "%", "█" * 12, "2", "50.0", "%"]
     assert find["-4"].split() == ["-4", "or", "less", "0", "0.0", "%", "██████", "1", "25.0", "%"]
     assert find["no"].split() == ["no", "answer", "█" * 12, "1", "12.5", "%", "0", "0.0", "%"]
+    # one of 300 still shows
+    many = [example(i, 3, 2) for i in range(300)] + [example(300, 3, 4)]
+    (line,) = [
+        line for line in format_table({"val": summarize(many)}).splitlines() if line.strip().startswith("+1")
+    ]
+    assert line.split()[1:3] == ["▏", "1"]
     assert format_table({}) == "No data set was scored."
