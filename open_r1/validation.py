@@ -45,7 +45,7 @@ class _GraderPrompts:
         return self.encoder.encode(data, row, EVAL_TEMPLATE)
 
 
-def spread_rows(total: int, limit: int | None) -> list[int]:
+def pick_rows(total: int, limit: int | None) -> list[int]:
     """All rows, or `limit` of them, evenly spaced: data sets are often sorted, by count say."""
     count = total if limit is None else min(limit, total)
     return [i * total // count for i in range(count)]
@@ -86,12 +86,6 @@ def evaluate(
             bar.set_postfix_str(f"accuracy {100 * sum(e.correct for e in examples) / len(examples):.1f} %")
             bar.update(len(prompts))
     return examples
-
-
-def pick_rows(total: int, limit: int | None) -> list[int]:
-    """All rows, or `limit` of them, evenly spaced (data sets are often sorted, by count say)."""
-    count = min(limit or total, total)
-    return [i * total // count for i in range(count)]
 
 
 def _grade(prompt, completion) -> Example:

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from open_r1.data import Prompt
 from open_r1.protocol import EVAL_TEMPLATE, MAX_NEW_TOKENS
 from open_r1.rollout import Completion
-from open_r1.validation import Example, evaluate, format_table, gather_examples, score, summarize
+from open_r1.validation import Example, evaluate, format_table, gather_examples, pick_rows, score, summarize
 
 
 class FakeEncoder:
@@ -186,3 +186,8 @@ def test_the_table():
     ]
     assert line.split()[1:3] == ["▏", "1"]
     assert format_table({}) == "No data set was scored."
+
+
+def test_limited_rows_are_spread_over_the_set():
+    assert pick_rows(10, 4) == [0, 2, 5, 7]
+    assert pick_rows(3, 4) == pick_rows(3, None) == [0, 1, 2]
