@@ -33,7 +33,11 @@ def local_model(name: str | Path) -> Path:
         raise ValueError(f"The model folder {name} does not exist; set MODEL to a folder or a hub name.")
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(name)))
+    try:
+        return Path(snapshot_download(str(name)))
+    except Exception as error:  # no such model, no network, no valid name
+        reason = _first_line(error)
+        raise ValueError(f"{name} is no folder, and the hub does not give it ({reason}).") from error
 
 
 def load_policy(
@@ -243,7 +247,7 @@ def prune(out_dir: str | Path, keep: int = 2) -> None:
     marked = [folder for folder in Path(out_dir).glob("checkpoint-*") if _read_marker(folder)]
     whole = sorted(_step(folder) for folder in marked if _is_whole(folder, _read_marker(folder)["files"]))
     for folder in marked:
-        if len(whole) > keep and _step(folder) < whole[-keep]:
+        if len(whole) >= keep and _step(folder) < whole[-keep]:
             for entry in folder.iterdir():  # the marker last, so that a deletion cut short is finished later
                 if entry.is_dir():
                     shutil.rmtree(entry)

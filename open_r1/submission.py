@@ -214,12 +214,13 @@ def _check_room(base: Path, submission: Path, copies: int) -> None:
     if not os.access(submission.parent, os.W_OK):
         raise ValueError(f"{submission.parent} cannot be written; set SUBMISSION to a folder elsewhere.")
     need = copies * sum((base / file).stat().st_size for file in weight_files(base))
-    free = shutil.disk_usage(submission.parent).free
-    if free < need:
-        raise ValueError(
-            f"{submission.parent} has {free / 1e9:.1f} GB free and {need / 1e9:.1f} GB are needed; "
-            "make room or set SUBMISSION to a folder on a larger disk."
-        )
+    for place in (submission.parent, submission):  # two disks, where the submission is a mount point
+        free = shutil.disk_usage(place).free if place.exists() else need
+        if free < need:
+            raise ValueError(
+                f"{place} has {free / 1e9:.1f} GB free and {need / 1e9:.1f} GB are needed; "
+                "make room or set SUBMISSION to a folder on a larger disk."
+            )
 
 
 @contextmanager
@@ -310,9 +311,9 @@ def _replace_in_place(new: Path, submission: Path) -> None:
             content["weight_map"] = {key: names[file] for key, file in content["weight_map"].items()}
             index = json.dumps(content, indent=2).encode()
         write_atomically(submission / INDEX, index)
-        (submission / SINGLE).unlink(missing_ok=True)  # where one stood, it was read first until now
     else:
         (submission / INDEX).unlink(missing_ok=True)
+    # A single file is read before an index is: where one stood, its removal is the switch.
     for file in {*standing, *fresh, *map(_other_name, fresh)} - set(names.values()):
         (submission / file).unlink(missing_ok=True)
     fsync(submission)

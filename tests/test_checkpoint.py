@@ -129,9 +129,12 @@ def test_is_valid_model_sees_a_nan(broken):
     assert "not finite, first in model.language_model.norm.weight" in is_valid_model(broken)
 
 
-def test_a_missing_folder_is_no_hub_name(tmp_path):
+def test_a_missing_folder_is_no_hub_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="does not exist; set MODEL"):
         local_model(tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="^outputs/a/submission is no folder, and the hub does not give it"):
+        local_model("outputs/a/submission")  # no valid name there: nothing is asked for
 
 
 def test_rope_frequencies_become_float32_again():
@@ -293,10 +296,17 @@ def test_prune_keeps_the_newest_whole_ones_and_what_is_not_ours(tmp_path):
 def test_a_prune_cut_short_is_finished_by_the_next(tmp_path, monkeypatch):
     for step in (10, 20, 30):
         make_checkpoint(tmp_path, step)
+    rmtree = shutil.rmtree
+
+    def cut_short(folder):
+        if folder.name == "checkpoint-10":
+            raise KeyboardInterrupt
+        rmtree(folder)
+
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(shutil, "rmtree", cut_short)
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path)
-    assert (tmp_path / "checkpoint-10" / COMPLETE).is_file()
+    assert [path.name for path in (tmp_path / "checkpoint-10").iterdir()] == [COMPLETE]
     prune(tmp_path)
     assert not (tmp_path / "checkpoint-10").exists()

@@ -6,7 +6,7 @@ import socket
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -135,20 +135,21 @@ def test_values_are_rounded_once_and_to_nearest(base, sub):
     assert got.tolist() == [1, 1 + 4 * half, 1 + 2 * half, -1 - 2 * half]
 
 
-@pytest.mark.parametrize("head", [False, True])
-def test_module_names_and_a_tied_head_in_the_file(forms, head, sub, tmp_path):
+@pytest.mark.parametrize("in_file, given", [(False, True), (True, False), (True, True)])
+def test_module_names_and_a_tied_head(forms, in_file, given, sub, tmp_path):
     base = Path(shutil.copytree(forms["library"], tmp_path / "base"))
     tensors = {name: tensor.bfloat16() for name, tensor in values(0).items()}
-    if head:
+    if in_file:
         tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     new = values(1)
-    tied = {"lm_head.weight": new["model.language_model.embed_tokens.weight"]}
-    write_submission(base, sub, {**new, **tied}.items(), {})
+    if given:  # as a state dict has it
+        new["lm_head.weight"] = new["model.language_model.embed_tokens.weight"]
+    write_submission(base, sub, new.items(), {})
     assert is_valid_model(sub) is None and seed_of(sub) == 1
     got = load_file(sub / "model.safetensors")
     assert got.keys() == tensors.keys()
-    if head:
+    if in_file:
         assert torch.equal(got["lm_head.weight"], got["model.language_model.embed_tokens.weight"])
 
 
@@ -166,7 +167,7 @@ def test_weights_in_other_formats_stay_behind(base, sub, tmp_path):
     assert not (sub / "tokenizer.json").is_symlink()
 
 
-NORM = "model.language_model.norm.weight"
+NORM = "model.language_model.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
@@ -440,11 +441,25 @@ def survive_every_kill(folder: Path, prepare: Callable, action: Callable, check:
     raise AssertionError("it never got through")
 
 
-def stream_slowly(seed: int, folder: Path):
-    """The values, and a change of a file now and then: kills then also come while a shard is half written."""
+def tick() -> None:
+    """A moment at which a child can be killed: kill_at takes it for a change of a file."""
+    os.close(os.open(os.devnull, os.O_WRONLY))
+
+
+def copy_slowly(source: Path, target: Path, follow_symlinks: bool = True) -> None:
+    """shutil.copyfile with a tick in the middle."""
+    content = Path(source).read_bytes()
+    with open(target, "wb", buffering=0) as file:
+        file.write(content[: len(content) // 2])
+        tick()
+        file.write(content[len(content) // 2 :])
+
+
+def values_slowly(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values with a tick now and then, so that kills also come while a shard is half written."""
     for number, pair in enumerate(values(seed).items()):
         if number % 20 == 0:
-            (folder / "tick").write_text("")
+            tick()
         yield pair
 
 
@@ -469,8 +484,9 @@ def test_a_kill_leaves_the_old_model_or_the_new(
 
     def action():
         with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copyfile", copy_slowly)
             patch.setattr(module, "is_valid_model", lambda _: None)  # it reads only
-            write_submission(base, sub, stream_slowly(2, folder), {"score": 2})
+            write_submission(base, sub, values_slowly(2), {"score": 2})
 
     def check(done):
         stands = seed_of(sub), (read_record(sub) or {}).get("score")
@@ -480,7 +496,7 @@ def test_a_kill_leaves_the_old_model_or_the_new(
         action()  # and the next write succeeds and tidies up
         assert read_record(sub) == {"score": 2}
         names = {path.name.partition(".previous")[0] for path in folder.iterdir()}
-        assert names == {"submission", "submission.record.json", "tick"}
+        assert names == {"submission", "submission.record.json"}
 
     kills = survive_every_kill(folder, prepare, action, check)
     assert kills > 20 and seen == {(1, 1), (2, None), (2, 2)}
@@ -501,6 +517,7 @@ def test_a_kill_in_the_first_minute_is_made_good_by_the_next_start(
 
     def action():
         with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copyfile", copy_slowly)
             patch.setattr(module, "is_valid_model", lambda _: None)
             ensure_submission(base, sub)
 
