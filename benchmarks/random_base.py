@@ -1,10 +1,11 @@
-"""Makes a Qwen2-VL-2B checkpoint of the real shape with random weights, and rows of noise images, to measure speed and
-memory where the real model cannot be had.
+"""Makes a Qwen2-VL-2B checkpoint of the real shape with random weights, and rows of noise images, to
+measure speed and memory where the real model cannot be had.
 
     python benchmarks/random_base.py FOLDER [--rows 256] [--width 480 --height 320]
 
-Writes FOLDER/base (the form of the public checkpoint: flat config, bf16 shards, tied head absent), FOLDER/train,
-FOLDER/val and FOLDER/ood_val. The tokenizer is byte-level, so a prompt has more tokens than with the real one.
+Writes FOLDER/base (the form of the public checkpoint: flat config, bf16 shards, tied head absent),
+FOLDER/train, FOLDER/val and FOLDER/ood_val. The tokenizer is byte-level, so a prompt has more tokens than
+with the real one.
 """
 
 import argparse
@@ -29,7 +30,8 @@ VISION = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "hidd
 
 
 def make_base(folder: Path) -> None:
-    """The tiny fixture's files with the real shape in config.json, and shards of random bf16 weights in that shape."""
+    """The tiny fixture's files with the real shape in config.json, and shards of random bf16 weights in
+    that shape."""
     save_public_form(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= TEXT
@@ -62,7 +64,9 @@ def make_rows(folder: Path, seed: int, count: int, width: int, height: int) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--width", type=int, default=480)

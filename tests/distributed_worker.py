@@ -1,4 +1,5 @@
-"""Runs open_r1/grpo.py's main() in one of several processes on the CPU and saves the gradients of each update.
+"""Runs open_r1/grpo.py's main() in one of several processes on the CPU and saves the gradients of each
+update.
 
     torchrun --nproc_per_node 2 tests/distributed_worker.py {ddp|zero} GRADIENTS.pt FLAGS…
 

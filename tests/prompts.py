@@ -50,5 +50,3 @@ def separate_logps(model, prompt: Prompt, completion: torch.Tensor) -> torch.Ten
     model.model.rope_deltas = None
     logits = model(**inputs).logits[0, prompt.input_ids.numel() - 1 : -1]
     return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
-
-

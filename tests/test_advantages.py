@@ -45,8 +45,9 @@ def test_token_weights_by_hand():
     assert weights("grpo") == pytest.approx([1 / 4, 1 / 8])
     assert weights("dapo") == pytest.approx([1 / 6, 1 / 6])
     assert weights("dr_grpo") == pytest.approx([1 / 20, 1 / 20])
-    assert weights("grpo", mask=True) == pytest.approx([1 / 4, 0])  # a masked completion still counts in the mean
-    assert weights("dapo", mask=True, tokens=2) == pytest.approx([1 / 2, 0])  # but its tokens are no tokens
+    # A masked completion still counts in the mean, but its tokens are no tokens.
+    assert weights("grpo", mask=True) == pytest.approx([1 / 4, 0])
+    assert weights("dapo", mask=True, tokens=2) == pytest.approx([1 / 2, 0])
 
 
 def test_clipping_by_hand():
@@ -63,7 +64,9 @@ def test_clipping_by_hand():
 
 def test_on_policy_the_ratio_is_one_and_only_its_gradient_acts():
     logps = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, _ = grpo_loss(logps, None, None, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), LossSettings())
+    loss, _ = grpo_loss(
+        logps, None, None, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), LossSettings()
+    )
     assert loss.item() == 0
     loss.backward()
     assert logps.grad.tolist() == [-0.5, 0.5]

@@ -1,7 +1,9 @@
-"""One process, two with DDP and two with ZeRO-3 make the same updates; ZeRO-3 in bf16 keeps what must be float32.
+"""One process, two with DDP and two with ZeRO-3 make the same updates; ZeRO-3 in bf16 keeps what must be
+float32.
 
-Gradients before clipping are compared, not weights after an Adam step, which hide any constant factor. Completions have
-unequal lengths, accumulation is above 1, and some prompts have no image, so that a rank is without images in some rows.
+Gradients before clipping are compared, not weights after an Adam step, which hide any constant factor.
+Completions have unequal lengths, accumulation is above 1, and some prompts have no image, so that a rank is
+without images in some rows.
 """
 
 import json
@@ -51,25 +53,24 @@ def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, **en
     """Runs the worker; what it saved, with the logs and the folder of its submission."""
     out = folder / name
     flags = (
-        "--model_name_or_path", folder / "base", "--dataset_name", folder / "train", "--val_dataset", folder / "val",
-        "--output_dir", out, "--submission_dir", folder / f"{name}_submission", "--eval_strategy", "steps",
-        "--eval_steps", UPDATES, "--num_generations", 4, "--max_completion_length", 10, "--max_steps", UPDATES,
-        "--gradient_accumulation_steps", PROMPTS // processes, "--learning_rate", 1e-2, "--optim", "sgd",
-        "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters", "--report_to",
-        "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, *flags,
+        "--model_name_or_path", folder / "base", "--dataset_name", folder / "train",
+        "--val_dataset", folder / "val", "--output_dir", out,
+        "--submission_dir", folder / f"{name}_submission", "--eval_strategy", "steps",
+        "--eval_steps", UPDATES, "--num_generations", 4, "--max_completion_length", 10,
+        "--max_steps", UPDATES, "--gradient_accumulation_steps", PROMPTS // processes,
+        "--learning_rate", 1e-2, "--optim", "sgd",
+        "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters",
+        "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, *flags,
     )  # fmt: skip
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
     launcher = [] if processes == 1 and kind != "zero" else launcher + ["--standalone"]
     command = [
-        sys.executable,
-        *launcher,
-        str(ROOT / "tests/distributed_worker.py"),
-        kind,
+        sys.executable, *launcher, str(ROOT / "tests/distributed_worker.py"), kind,
         str(folder / f"{name}.pt"),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(
-        [*command, *map(str, flags)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True,
-        text=True, timeout=280,
+        [*command, *map(str, flags)], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     result = torch.load(folder / f"{name}.pt", weights_only=False)
@@ -94,14 +95,8 @@ def assert_same_updates(got: dict, expected: dict) -> None:
         assert norm > 0 and difference / norm < 1e-5
     for a, b in zip(got["logs"], expected["logs"], strict=True):
         for name in (
-            "loss",
-            "grad_norm",
-            "reward",
-            "completions/mean_length",
-            "entropy",
-            "zero_variance",
-            "logps_gap",
-        ):
+            "loss", "grad_norm", "reward", "completions/mean_length", "entropy", "zero_variance", "logps_gap",
+        ):  # fmt: skip
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
     assert got["best"] == expected["best"]
 
@@ -122,17 +117,12 @@ def test_two_processes_with_zero3(folder, one):
 
 
 def test_zero3_in_bf16_keeps_float32_where_it_must(folder):
-    """Float32 masters take small steps, rotary frequencies stay exact, and the submission is rounded from the masters."""
+    """Float32 masters take small steps, rotary frequencies stay exact, and the submission is rounded from
+    the masters."""
     flags = (
-        "--bf16",
-        "true",
-        "--deepspeed",
-        folder / "zero3.json",
-        "--learning_rate",
-        1e-6,
-        "--optim",
-        "adamw_torch",
-    )
+        "--bf16", "true", "--deepspeed", folder / "zero3.json", "--learning_rate", 1e-6,
+        "--optim", "adamw_torch",
+    )  # fmt: skip
     got = launch(folder, "zero3_bf16", "zero", 2, *flags)
     base = load_policy(folder / "base", torch.float32)
     assert got["rope"].dtype == torch.float32
@@ -141,7 +131,6 @@ def test_zero3_in_bf16_keeps_float32_where_it_must(folder):
         (got["masters"][n] != p).float().mean().item() for n, p in base.named_parameters() if "layers" in n
     ]
     assert min(moved) > 0.5  # bf16 weights would have stayed where they are
-    assert (
-        read_record(got["submission"])["recipe"] == "base"
-    )  # nothing answered correctly: the base still stands there
+    # Nothing answered correctly: the base still stands there.
+    assert read_record(got["submission"])["recipe"] == "base"
     load_policy(got["submission"], torch.bfloat16)

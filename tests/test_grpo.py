@@ -1,4 +1,5 @@
-"""The script as its users meet it: rewards, refusals, a reward of their own, resume, logs, validation, submission."""
+"""The script as its users meet it: rewards, refusals, a reward of their own, resume, logs, validation,
+submission."""
 
 import json
 import os
@@ -31,7 +32,7 @@ from tests.tiny import save_public_form, tiny_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# --- rewards ----------------------------------------------------------------------------------------------------------
+# --- rewards ------------------------------------------------------------------------------------------------
 
 TEXTS = {
     # text: (accuracy for the count 3, format), not truncated
@@ -93,7 +94,8 @@ def test_a_reward_gets_what_it_names():
 
 
 @pytest.mark.parametrize(
-    "returned", [[1.0], "ab", ["1", "2"], [float("nan"), 1.0], [float("inf"), 0.0], None, 3, ZeroDivisionError]
+    "returned",
+    [[1.0], "ab", ["1", "2"], [float("nan"), 1.0], [float("inf"), 0.0], None, 3, ZeroDivisionError],
 )
 def test_a_reward_that_misbehaves_is_counted_and_then_stops_the_run(returned, capsys):
     def bad(completions, **kwargs):
@@ -115,17 +117,24 @@ def test_rewards_are_tried_on_gold_answers():
     table = try_rewards(rewards, rows, tiny_tokenizer())
     assert table.splitlines()[1].split() == ["accuracy", "1", "1.00", "0.00"]
     with pytest.raises(ValueError, match="accuracy reward gives 0.00 on gold"):
-        try_rewards([Reward("accuracy", lambda completions: [0.0] * len(completions), 1.0)], rows, tiny_tokenizer())
+        try_rewards(
+            [Reward("accuracy", lambda completions: [0.0] * len(completions), 1.0)], rows, tiny_tokenizer()
+        )
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 def parse(*flags) -> tuple[RecipeArguments, GRPOArguments, ModelConfig]:
-    return TrlParser((RecipeArguments, GRPOArguments, ModelConfig)).parse_args_and_config([str(flag) for flag in flags])
+    return TrlParser((RecipeArguments, GRPOArguments, ModelConfig)).parse_args_and_config(
+        [str(flag) for flag in flags]
+    )
 
 
-FLAGS = ("--dataset_name", "d", "--val_dataset", "v", "--output_dir", "o", "--use_cpu", "true", "--report_to", "none")
+FLAGS = (
+    "--dataset_name", "d", "--val_dataset", "v", "--output_dir", "o", "--use_cpu", "true",
+    "--report_to", "none",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -155,14 +164,14 @@ def test_bad_flags_are_refused_in_one_sentence(flags, sentence):
 def test_r1v_flags_mean_what_they_mean_there():
     """One prompt group a device and micro-step: GRPOConfig's own divisibility check would refuse this."""
     recipe, args, model = parse(
-        *FLAGS, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2, "--num_generations", 8,
-        "--reward_funcs", "accuracy", "format",
+        *FLAGS, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 2,
+        "--num_generations", 8, "--reward_funcs", "accuracy", "format",
     )  # fmt: skip
     check_args(recipe, args, model)
     assert (args.prompts_per_update, args.prompts_per_rollout, args.updates_per_rollout) == (2, 2, 1)
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +187,10 @@ def flags(folder: Path, out: Path, *more) -> list[str]:
     return [
         *map(str, (
             "--model_name_or_path", folder / "base", "--dataset_name", folder / "train", "--output_dir", out,
-            "--gradient_accumulation_steps", 2, "--num_generations", 4, "--max_completion_length", 8, "--learning_rate",
-            1e-3, "--lr_scheduler_type", "constant", "--reward_funcs", "tests.rewards.letters", "accuracy",
-            "--reward_weights", 1, 0, "--report_to", "none", "--use_cpu", "true", "--bf16", "false", *more,
+            "--gradient_accumulation_steps", 2, "--num_generations", 4, "--max_completion_length", 8,
+            "--learning_rate", 1e-3, "--lr_scheduler_type", "constant",
+            "--reward_funcs", "tests.rewards.letters", "accuracy", "--reward_weights", 1, 0,
+            "--report_to", "none", "--use_cpu", "true", "--bf16", "false", *more,
         ))
     ]  # fmt: skip
 
@@ -196,17 +206,24 @@ def lines(path: Path) -> list[dict]:
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "train_runtime"} for row in rows if "loss" in row]
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "train_runtime"}
+        for row in rows
+        if "loss" in row
+    ]
 
 
 def test_resumed_equals_uninterrupted(folder, tmp_path):
     """The same command goes on from its newest complete checkpoint; a broken newer one is passed over."""
     whole = run(folder, tmp_path / "whole", "--max_steps", 4, "--save_steps", 2)
     run(folder, tmp_path / "parts", "--max_steps", 3, "--save_steps", 2)
-    shutil.rmtree(tmp_path / "parts/checkpoint-3")  # as if the run had been killed after update 3, before its save
+    # As if the run had been killed after update 3, before its save.
+    shutil.rmtree(tmp_path / "parts/checkpoint-3")
     (tmp_path / "parts/checkpoint-3").mkdir()
     parts = run(folder, tmp_path / "parts", "--max_steps", 4, "--save_steps", 2)
-    assert without_times(lines(tmp_path / "parts/logs.jsonl")) == without_times(lines(tmp_path / "whole/logs.jsonl"))
+    assert without_times(lines(tmp_path / "parts/logs.jsonl")) == without_times(
+        lines(tmp_path / "whole/logs.jsonl")
+    )
     assert lines(tmp_path / "parts/rollouts.jsonl") == lines(tmp_path / "whole/rollouts.jsonl")
     for (name, a), (_, b) in zip(whole.master_weights(), parts.master_weights(), strict=True):
         assert torch.equal(a, b), name
@@ -225,7 +242,9 @@ def test_a_finished_run_is_not_run_again_and_another_world_size_is_refused(folde
 def give_scores(monkeypatch, *scores: float) -> None:
     """Validations in turn find these accuracies."""
     given, original = iter(scores), validation.summarize
-    monkeypatch.setattr(validation, "summarize", lambda examples: original(examples) | {"accuracy_pct": next(given)})
+    monkeypatch.setattr(
+        validation, "summarize", lambda examples: original(examples) | {"accuracy_pct": next(given)}
+    )
 
 
 def test_validation_keeps_the_best_in_the_submission(folder, tmp_path, monkeypatch):
@@ -235,11 +254,14 @@ def test_validation_keeps_the_best_in_the_submission(folder, tmp_path, monkeypat
     original = grpo.Qwen2VLGRPOTrainer.submit
     monkeypatch.setattr(
         grpo.Qwen2VLGRPOTrainer, "submit",
-        lambda self, *a: (masters.append({n: w.clone() for n, w in self.master_weights()}), original(self, *a)),
+        lambda self, *a: (
+            masters.append({n: w.clone() for n, w in self.master_weights()}), original(self, *a)
+        ),
     )  # fmt: skip
     trainer = run(
-        folder, tmp_path / "out", "--max_steps", 2, "--val_dataset", folder / "val", "--eval_strategy", "steps",
-        "--eval_steps", 1, "--submission_dir", tmp_path / "submission", "--save_strategy", "no",
+        folder, tmp_path / "out", "--max_steps", 2, "--val_dataset", folder / "val",
+        "--eval_strategy", "steps", "--eval_steps", 1, "--submission_dir", tmp_path / "submission",
+        "--save_strategy", "no",
     )  # fmt: skip
     assert trainer.best_score == 30.0 and len(masters) == 1
     assert read_record(tmp_path / "submission")["step"] == 1
@@ -254,14 +276,16 @@ def test_a_better_submission_is_not_replaced(folder, tmp_path, monkeypatch):
     before = {file.name: file.read_bytes() for file in submission.iterdir()}
     give_scores(monkeypatch, 10.0, 50.0, 40.0)  # base, submission, first update
     trainer = run(
-        folder, tmp_path / "out", "--max_steps", 1, "--val_dataset", folder / "val", "--eval_strategy", "steps",
-        "--eval_steps", 1, "--submission_dir", submission, "--save_strategy", "no",
+        folder, tmp_path / "out", "--max_steps", 1, "--val_dataset", folder / "val",
+        "--eval_strategy", "steps", "--eval_steps", 1, "--submission_dir", submission,
+        "--save_strategy", "no",
     )  # fmt: skip
     assert trainer.best_score == 50.0
     assert {file.name: file.read_bytes() for file in submission.iterdir()} == before
     base = load_policy(folder / "base", torch.float32)
     rolled_out = dict(trainer.engine.model.named_parameters())
-    assert any(not torch.equal(rolled_out[n], p) for n, p in base.named_parameters())  # the policy, not the submission
+    # The policy, not the submission.
+    assert any(not torch.equal(rolled_out[n], p) for n, p in base.named_parameters())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_weights_change(folder, tmp_path, monkeypatch):
@@ -271,7 +295,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_weights_change(folder, t
     monkeypatch.setattr(module, "grpo_loss", lambda *a: (original(*a)[0] * float("nan"), original(*a)[1]))
     init = module.Qwen2VLGRPOTrainer.__init__
     monkeypatch.setattr(
-        module.Qwen2VLGRPOTrainer, "__init__", lambda self, *a, **k: (trainers.append(self), init(self, *a, **k))[1]
+        module.Qwen2VLGRPOTrainer,
+        "__init__",
+        lambda self, *a, **k: (trainers.append(self), init(self, *a, **k))[1],
     )
     with pytest.raises(FloatingPointError, match="the loss of update 1 is not finite on rank \\[0\\]"):
         run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
@@ -287,16 +313,23 @@ def test_rewards_may_ask_for_entropy_and_images(folder, tmp_path, monkeypatch):
         return [float(e.mean()) for e in entropy]
 
     monkeypatch.setitem(reward_funcs_registry, "curious", curious)
-    run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no", "--reward_funcs", "curious", "--reward_weights", 1)
-    assert [len(e) for e in seen["entropy"]] == [len(ids) for ids in seen["ids"]] == [len(c) for c in seen["certainty"]]
+    run(
+        folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no",
+        "--reward_funcs", "curious", "--reward_weights", 1,
+    )  # fmt: skip
+    assert (
+        [len(e) for e in seen["entropy"]]
+        == [len(ids) for ids in seen["ids"]]
+        == [len(c) for c in seen["certainty"]]
+    )
     assert seen["group"] == [0] * 4 + [1] * 4 and len(seen["images"]) == 8
     assert all((e > 0).all() for e in seen["entropy"])
 
 
 def test_a_reference_and_several_updates_a_rollout(folder, tmp_path):
     trainer = run(
-        folder, tmp_path / "out", "--max_steps", 4, "--save_strategy", "no", "--beta", 0.04, "--steps_per_generation", 4,
-        "--prompts_per_row", 1, "--num_iterations", 1,
+        folder, tmp_path / "out", "--max_steps", 4, "--save_strategy", "no", "--beta", 0.04,
+        "--steps_per_generation", 4, "--prompts_per_row", 1, "--num_iterations", 1,
     )  # fmt: skip
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [round(log["kl"], 9) == 0 for log in logs] == [True, False, False, False]
@@ -306,7 +339,11 @@ def test_a_reference_and_several_updates_a_rollout(folder, tmp_path):
 def test_overlap_with_validation_and_the_same_folder(folder, tmp_path, capsys):
     run(folder, tmp_path / "dry", "--val_dataset", folder / "val", "--dry_run", "true", "--max_steps", 1)
     shown = capsys.readouterr().out
-    assert "0 share an image" in shown and "ready: nothing was launched" in shown and not (tmp_path / "dry/logs.jsonl").exists()
+    assert (
+        "0 share an image" in shown
+        and "ready: nothing was launched" in shown
+        and not (tmp_path / "dry/logs.jsonl").exists()
+    )
     with pytest.raises(ValueError, match="is the validation set"):
         run(folder, tmp_path / "dry", "--val_dataset", folder / "train", "--dry_run", "true")
 
@@ -318,15 +355,26 @@ def test_a_new_user_adds_a_reward(folder, tmp_path):
     shutil.copy(ROOT / "requirements.txt", copy)
     script = copy / "open_r1/grpo.py"
     text = script.read_text()
-    function = "def brevity_reward(completions, **kwargs):\n    return [1 / (1 + len(c[0]['content'])) for c in completions]\n"
-    text = text.replace("reward_funcs_registry = {", function + '\n\nreward_funcs_registry = {\n    "brevity": brevity_reward,', 1)
+    function = (
+        "def brevity_reward(completions, **kwargs):\n"
+        "    return [1 / (1 + len(c[0]['content'])) for c in completions]\n"
+    )
+    text = text.replace(
+        "reward_funcs_registry = {",
+        function + '\n\nreward_funcs_registry = {\n    "brevity": brevity_reward,',
+        1,
+    )
     script.write_text(text)
     command = [
         sys.executable, script, *flags(folder, tmp_path / "out", "--max_steps", 3, "--save_strategy", "no"),
         "--reward_funcs", "accuracy", "brevity", "--reward_weights", "1", "0.5",
     ]  # fmt: skip
     done = subprocess.run(
-        list(map(str, command)), cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        list(map(str, command)),
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3/3 100%" in done.stdout

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from open_r1 import packing
-from open_r1.packing import add_scoring_forward, bucket_length, build_mask, entropy_of, pack, self_certainty_of
+from open_r1.packing import (
+    add_scoring_forward,
+    bucket_length,
+    build_mask,
+    entropy_of,
+    pack,
+    self_certainty_of,
+)
 from tests.prompts import make_prompts, separate_logps
 from tests.tiny import tiny_model
 
@@ -45,8 +52,13 @@ def yardstick(groups):
 def test_packed_rows_equal_separate_rows(groups, yardstick, rows, checkpointing, monkeypatch):
     monkeypatch.setattr(packing, "LOGITS_CHUNK", 7)  # several chunks, the last one not full
     expected, weights, expected_gradients = yardstick
-    per_group = [w.split(lengths) for w, lengths in zip(weights.split([sum(x) for x in LENGTHS]), LENGTHS, strict=True)]
-    logps_of = [e.split(lengths) for e, lengths in zip(expected.split([sum(x) for x in LENGTHS]), LENGTHS, strict=True)]
+    per_group = [
+        w.split(lengths) for w, lengths in zip(weights.split([sum(x) for x in LENGTHS]), LENGTHS, strict=True)
+    ]
+    logps_of = [
+        e.split(lengths)
+        for e, lengths in zip(expected.split([sum(x) for x in LENGTHS]), LENGTHS, strict=True)
+    ]
     model = add_scoring_forward(tiny_model()).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -116,7 +128,8 @@ def test_a_row_without_images_runs_the_vision_tower(groups):
 
 
 def test_statistics(groups):
-    """Entropy and self-certainty from the chunked head equal those of the whole logits; uniform logits are the anchor."""
+    """Entropy and self-certainty from the chunked head equal those of the whole logits; uniform logits are
+    the anchor."""
     uniform = torch.zeros(2, 50)
     assert torch.allclose(entropy_of(uniform), torch.log(torch.tensor(50.0)).expand(2))
     assert torch.allclose(self_certainty_of(uniform), torch.zeros(2), atol=1e-6)
@@ -129,7 +142,9 @@ def test_statistics(groups):
     assert entropy.shape == inputs["targets"].shape and (entropy > 0).all()
 
 
-@pytest.mark.parametrize("tokens, expected", [(1, 128), (128, 128), (129, 256), (2048, 2048), (2049, 2304), (16385, 18432)])
+@pytest.mark.parametrize(
+    "tokens, expected", [(1, 128), (128, 128), (129, 256), (2048, 2048), (2049, 2304), (16385, 18432)]
+)
 def test_bucket_length(tokens, expected):
     assert bucket_length(tokens) == expected
 

@@ -1,4 +1,5 @@
-"""The fast engine: greedy token for token what `generate` gives, sampling as asked and independent of processes."""
+"""The fast engine: greedy token for token what `generate` gives, sampling as asked and independent of
+processes."""
 
 import math
 
@@ -26,7 +27,8 @@ def prompts():
 
 
 def trap(model):
-    """The generation settings of the public checkpoint: a rollout that sets only a temperature is greedy with them."""
+    """The generation settings of the public checkpoint: a rollout that sets only a temperature is greedy
+    with them."""
     config = model.generation_config
     config.do_sample, config.top_k, config.top_p, config.temperature = True, 1, 0.001, 0.01
     return model
@@ -34,7 +36,8 @@ def trap(model):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_generate(prompts, penalty):
-    """Different prompt lengths, image sizes, two images, no image, in one batch; with a repetition penalty too."""
+    """Different prompt lengths, image sizes, two images, no image, in one batch; with a repetition penalty
+    too."""
     models = [trap(tiny_model()), trap(tiny_model())]
     for model in models:
         model.generation_config.repetition_penalty = penalty
@@ -48,7 +51,8 @@ def test_greedy_equals_generate(prompts, penalty):
 
 
 def test_greedy_ends_at_each_eos_of_the_generation_config(prompts):
-    """Ends are per row: with an end token that greedy decoding meets, rows stop at different lengths, as in generate."""
+    """Ends are per row: with an end token that greedy decoding meets, rows stop at different lengths, as in
+    generate."""
     free = FastEngine(tiny_model(), tiny_processor()).generate(prompts, 1, GREEDY)
     ends = [free[0][0].token_ids[5].item(), free[1][0].token_ids[11].item()]
     models = [tiny_model(), tiny_model()]
@@ -63,7 +67,8 @@ def test_greedy_ends_at_each_eos_of_the_generation_config(prompts):
 
 @pytest.mark.parametrize("engine", [FastEngine, TransformersEngine])
 def test_sampling_owns_its_settings(prompts, engine):
-    """top_k 1 and top_p 0.001 in the checkpoint must not reach a rollout: all completions of a group would be equal."""
+    """top_k 1 and top_p 0.001 in the checkpoint must not reach a rollout: all completions of a group would
+    be equal."""
     keys = sampling_keys(0, 0, range(2), 8)
     groups = engine(trap(tiny_model()), tiny_processor()).generate(prompts[:2], 8, Sampling(False, 10), keys)
     for group in groups:
@@ -88,7 +93,9 @@ def test_placeholders_are_never_sampled(prompts, engine):
 
 def test_logps_are_those_of_the_trainer(prompts):
     engine = FastEngine(tiny_model(), tiny_processor())
-    groups = engine.generate(prompts, 3, Sampling(False, 12, temperature=0.8), sampling_keys(3, 1, range(4), 3))
+    groups = engine.generate(
+        prompts, 3, Sampling(False, 12, temperature=0.8), sampling_keys(3, 1, range(4), 3)
+    )
     policy = add_scoring_forward(tiny_model())
     row = pack([(p, [c.token_ids for c in g]) for p, g in zip(prompts, groups, strict=True)])
     logps = policy(**row.model_inputs(), temperature=0.8)
@@ -100,8 +107,12 @@ def test_noise_belongs_to_the_prompt_not_to_the_batch(prompts):
     engine = FastEngine(tiny_model(), tiny_processor())
     sampling, keys = Sampling(False, 12), sampling_keys(7, 5, range(4), 3)
     together = engine.generate(prompts, 3, sampling, keys)
-    apart = engine.generate(prompts[:2], 3, sampling, keys[:2]) + engine.generate(prompts[2:], 3, sampling, keys[2:])
-    assert [[c.token_ids.tolist() for c in g] for g in together] == [[c.token_ids.tolist() for c in g] for g in apart]
+    apart = engine.generate(prompts[:2], 3, sampling, keys[:2]) + engine.generate(
+        prompts[2:], 3, sampling, keys[2:]
+    )
+    assert [[c.token_ids.tolist() for c in g] for g in together] == [
+        [c.token_ids.tolist() for c in g] for g in apart
+    ]
     other_step = engine.generate(prompts, 3, sampling, sampling_keys(7, 6, range(4), 3))
     assert [c.token_ids.tolist() for c in together[0]] != [c.token_ids.tolist() for c in other_step[0]]
 

@@ -1,4 +1,5 @@
-"""The same model, completions and rewards through TRL's GRPOTrainer and through ours: same loss, same gradients."""
+"""The same model, completions and rewards through TRL's GRPOTrainer and through ours: same loss, same
+gradients."""
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ class Scripted(Engine):
     def generate(self, prompts, num_generations, sampling: Sampling, keys=None):
         return [
             [
-                self.completion(torch.tensor(completion_for(p.input_ids.tolist(), i)), torch.zeros(MAX_LENGTH))
+                self.completion(
+                    torch.tensor(completion_for(p.input_ids.tolist(), i)), torch.zeros(MAX_LENGTH)
+                )
                 for i in range(num_generations)
             ]
             for p in prompts
@@ -52,7 +55,9 @@ class Gradients(TrainerCallback):
         self.updates = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.updates.append({n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.updates.append(
+            {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +77,12 @@ def folders(tmp_path_factory):
 
 def settings(out, **more) -> dict:
     return {
-        "output_dir": str(out), "num_generations": GENERATIONS, "max_completion_length": MAX_LENGTH, "max_steps": 1,
-        "gradient_accumulation_steps": PROMPTS, "learning_rate": 1e-3, "optim": "sgd", "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0, "beta": 0.0, "loss_type": "dapo", "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
-        "bf16": False, "report_to": "none", "gradient_checkpointing": False, "seed": 1, "temperature": 1.0,
-        "use_bias_correction_kl": False, **more,
+        "output_dir": str(out), "num_generations": GENERATIONS, "max_completion_length": MAX_LENGTH,
+        "max_steps": 1, "gradient_accumulation_steps": PROMPTS, "learning_rate": 1e-3, "optim": "sgd",
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "beta": 0.0, "loss_type": "dapo",
+        "logging_steps": 1, "save_strategy": "no", "use_cpu": True, "bf16": False, "report_to": "none",
+        "gradient_checkpointing": False, "seed": 1, "temperature": 1.0, "use_bias_correction_kl": False,
+        **more,
     }  # fmt: skip
 
 
@@ -95,10 +101,19 @@ def run_trl(folders, out, **more):
             "image": [rows.images(i)[0] for i in range(PROMPTS)],
         }
     )
-    config = GRPOConfig(per_device_train_batch_size=GENERATIONS, model_init_kwargs={"dtype": "float32"}, **settings(out, **more))
+    config = GRPOConfig(
+        per_device_train_batch_size=GENERATIONS,
+        model_init_kwargs={"dtype": "float32"},
+        **settings(out, **more),
+    )
     watch = Gradients()
     trainer = Fixed(
-        str(folders / "base"), letters, config, data, processing_class=load_processor(folders / "base"), callbacks=[watch]
+        str(folders / "base"),
+        letters,
+        config,
+        data,
+        processing_class=load_processor(folders / "base"),
+        callbacks=[watch],
     )
     trainer.train()
     return watch.updates, [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -112,8 +127,9 @@ def run_ours(folders, out, prompts_per_row=1, **more):
     encoder = PromptEncoder(processor, policy.config, prompt_mix=0.0, keep_images=False, seed=0)
     watch = Gradients()
     trainer = Qwen2VLGRPOTrainer(
-        policy, args, processor, Scripted(copy, processor), load_rows(folders / "rows"), range(PROMPTS), encoder,
-        RewardCaller(resolve_rewards(["letters"], None, {"letters": letters}), 0), {}, encoder, folders / "base",
+        policy, args, processor, Scripted(copy, processor), load_rows(folders / "rows"), range(PROMPTS),
+        encoder, RewardCaller(resolve_rewards(["letters"], None, {"letters": letters}), 0), {}, encoder,
+        folders / "base",
         ref_model=load_policy(folders / "base", torch.float32) if args.beta else None, callbacks=[watch],
     )  # fmt: skip
     trainer.train()
@@ -131,9 +147,14 @@ def assert_same(ours, trl, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("more", [{}, {"beta": 0.04, "scale_rewards": "none", "mask_truncated_completions": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"beta": 0.04, "scale_rewards": "none", "mask_truncated_completions": True}]
+)
 def test_same_loss_and_gradients(folders, tmp_path, loss_type, more):
-    assert_same(run_ours(folders, tmp_path, loss_type=loss_type, **more), run_trl(folders, tmp_path, loss_type=loss_type, **more))
+    assert_same(
+        run_ours(folders, tmp_path, loss_type=loss_type, **more),
+        run_trl(folders, tmp_path, loss_type=loss_type, **more),
+    )
 
 
 @pytest.mark.parametrize("prompts_per_row", [2, 4])
@@ -143,6 +164,10 @@ def test_rows_of_several_groups_change_nothing(folders, tmp_path, prompts_per_ro
 
 
 def test_second_iteration_is_off_policy_and_clipped(folders, tmp_path):
-    """Two updates on one rollout: the second has ratios away from 1 (a large step), clipped asymmetrically."""
-    more = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.1, "epsilon_high": 0.3, "loss_type": "dapo"}
+    """Two updates on one rollout: the second has ratios away from 1 (a large step), clipped
+    asymmetrically."""
+    more = {
+        "num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.1, "epsilon_high": 0.3,
+        "loss_type": "dapo",
+    }  # fmt: skip
     assert_same(run_ours(folders, tmp_path, **more), run_trl(folders, tmp_path, **more), tolerance=1e-4)
