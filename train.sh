@@ -136,7 +136,10 @@ recipe=(
 )
 
 if ((NUM_GPUS > 0)); then
-    machine=(--bf16 true)           # bf16 compute over float32 master weights
+    machine=(
+        --bf16 true                 # bf16 compute over float32 master weights
+        --dataloader_num_workers 2  # the next rollouts' images are decoded meanwhile
+    )
 else
     machine=(--use_cpu true --bf16 false)
     export CUDA_VISIBLE_DEVICES=    # the self-check stays on the CPU too

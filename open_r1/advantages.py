@@ -27,9 +27,10 @@ def combine_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     """Advantages [R, G] of rewards [R, G]: reward minus the group's mean, divided by a standard deviation.
 
-    scale_rewards "group" divides by the group's (GRPO, arXiv 2402.03300), "batch" by that of all rewards of the update
-    (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). Deviations are the unbiased ones plus 1e-4, as
-    in TRL. A NaN reward is left out of every statistic and its completion gets 0.
+    scale_rewards "group" divides by the group's (GRPO, arXiv 2402.03300), "batch" by that of all rewards of
+    the update (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). Deviations are the
+    unbiased ones plus 1e-4, as in TRL. A NaN reward is left out of every statistic and its completion gets
+    0.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0, 1.0, 0.0]]), "none").tolist()
     [[0.5, -0.5, 0.5, -0.5]]
@@ -51,10 +52,12 @@ def token_weights(
     lengths: Tensor, truncated: Tensor, loss_type: str, max_completion_length: int, mask_truncated: bool,
     update_completions: int, update_tokens: int,
 ) -> Tensor:  # fmt: skip
-    """What one token of each completion weighs in the loss of the update, [C]. The weights of an update sum to about 1.
+    """What one token of each completion weighs in the loss of the update, [C]. The weights of an update sum
+    to about 1.
 
-    lengths and truncated are [C]; update_completions and update_tokens count all rows of all ranks, so the loss does
-    not depend on how an update is cut into rows and ranks (update_tokens leaves masked completions out).
+    lengths and truncated are [C]; update_completions and update_tokens count all rows of all ranks, so the
+    loss does not depend on how an update is cut into rows and ranks (update_tokens leaves masked
+    completions out).
 
     grpo     every completion counts the same: the mean over completions of their token means
     dapo     every token counts the same (arXiv 2503.14476, eq. 8)
@@ -83,10 +86,10 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The clipped objective of one packed row, and sums for the log.
 
-    All tensors are [N]; advantages and weights are those of the token's completion. Without old_logps the policy that
-    sampled is the policy that learns: the ratio is 1 and only its gradient acts. With beta, k3 = exp(r) - r - 1 with
-    r = ref - logps (http://joschu.net/blog/kl-approx.html) is added, times the ratio under use_bias_correction_kl
-    (DeepSeek-V3.2), as in TRL.
+    All tensors are [N]; advantages and weights are those of the token's completion. Without old_logps the
+    policy that sampled is the policy that learns: the ratio is 1 and only its gradient acts. With beta, k3
+    = exp(r) - r - 1 with r = ref - logps (http://joschu.net/blog/kl-approx.html) is added, times the ratio
+    under use_bias_correction_kl (DeepSeek-V3.2), as in TRL.
     """
     ratio = torch.exp(logps - (logps.detach() if old_logps is None else old_logps))
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)

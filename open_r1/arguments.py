@@ -1,7 +1,7 @@
 """Every flag, and every refusal of a bad combination.
 
-Names and meanings are those of TRL's GRPOConfig and ModelConfig and of R1-V; a field of theirs that this trainer does
-not honour is refused instead of ignored.
+Names and meanings are those of TRL's GRPOConfig and ModelConfig and of R1-V; a field of theirs that this
+trainer does not honour is refused instead of ignored.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -16,9 +16,9 @@ ENGINES = ("fast", "transformers")
 
 # The fields of TRL's GRPOConfig that do what TRL says they do.
 HONOURED = {
-    "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "beta", "num_iterations",
-    "epsilon", "epsilon_high", "reward_weights", "scale_rewards", "loss_type", "mask_truncated_completions",
-    "steps_per_generation", "use_bias_correction_kl", "shuffle_dataset",
+    "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "beta",
+    "num_iterations", "epsilon", "epsilon_high", "reward_weights", "scale_rewards", "loss_type",
+    "mask_truncated_completions", "steps_per_generation", "use_bias_correction_kl", "shuffle_dataset",
 }  # fmt: skip
 HONOURED_MODEL = {"model_name_or_path"}
 
@@ -28,75 +28,108 @@ class RecipeArguments:
     """What to train on, for what, and where it goes."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Training rows: a save_to_disk or parquet folder, a JSONL file, or a hub name."}
+        default=None,
+        metadata={"help": "Training rows: a save_to_disk or parquet folder, a JSONL file, or a hub name."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
     val_dataset: str | None = field(
-        default=None, metadata={"help": "Validation rows like the training rows. Only measured, never trained on."}
+        default=None,
+        metadata={"help": "Validation rows like the training rows. Only measured, never trained on."},
     )
     ood_val_dataset: str | None = field(
-        default=None, metadata={"help": "Validation rows that look different. Only measured, never trained on."}
+        default=None,
+        metadata={"help": "Validation rows that look different. Only measured, never trained on."},
     )
     submission_dir: str | None = field(
-        default=None, metadata={"help": "Folder for the best validated model. None: no submission is written."}
+        default=None,
+        metadata={"help": "Folder for the best validated model. None: no submission is written."},
     )
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy", "format"],
-        metadata={"help": "Names of reward_funcs_registry in grpo.py, or dotted paths (package.module.function)."},
+        metadata={
+            "help": "Names of reward_funcs_registry in grpo.py, or dotted paths (package.module.function)."
+        },
     )
     max_reward_failures: int = field(
-        default=3, metadata={"help": "A reward function that raises or returns nonsense more often stops the run."}
+        default=3,
+        metadata={"help": "A reward function that raises or returns nonsense more often stops the run."},
     )
     prompt_mix: float = field(
-        default=0.2, metadata={"help": "Share of prompts in R1-V's phrasing ('Output …'); the others are the grader's."}
+        default=0.2,
+        metadata={"help": "Share of prompts in R1-V's phrasing ('Output …'); the others are the grader's."},
     )
     min_pixels: int | None = field(
-        default=None, metadata={"help": "Smallest image area in pixels. None: as the checkpoint's processor says."}
+        default=None,
+        metadata={"help": "Smallest image area in pixels. None: as the checkpoint's processor says."},
     )
     max_pixels: int | None = field(
-        default=None, metadata={"help": "Largest image area in pixels. None: as the checkpoint's processor says."}
+        default=None,
+        metadata={"help": "Largest image area in pixels. None: as the checkpoint's processor says."},
     )
     check_data: bool = field(
         default=False, metadata={"help": "Decode every image before the first step (else in the background)."}
     )
     skip_bad_rows: bool = field(
-        default=False, metadata={"help": "Leave bad rows out and list them in OUT/bad_rows.jsonl (else they stop the run)."}
+        default=False,
+        metadata={"help": "Leave bad rows out and list them in OUT/bad_rows.jsonl (else they stop the run)."},
     )
-    dry_run: bool = field(default=False, metadata={"help": "Make every check, print the derived numbers, train nothing."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Make every check, print the derived numbers, train nothing."}
+    )
 
 
 @dataclass
 class GRPOArguments(GRPOConfig):
-    """TRL's GRPOConfig with prompts counted per row: per_device_train_batch_size is packed rows (always 1), each of
-    prompts_per_row prompts with their num_generations completions. R1-V's `1 x 2 accumulation x 8 generations` means
-    here what it means there."""
+    """TRL's GRPOConfig with prompts counted per row: per_device_train_batch_size is packed rows (always 1),
+    each of prompts_per_row prompts with their num_generations completions. R1-V's `1 x 2 accumulation x 8
+    generations` means here what it means there."""
 
-    max_completion_length: int = field(default=MAX_NEW_TOKENS, metadata={"help": "New tokens of a completion at most."})
-    prompts_per_row: int = field(default=1, metadata={"help": "Prompts (with all their completions) in a packed row."})
-    rollout_engine: str = field(default="fast", metadata={"help": "fast, or transformers (model.generate; slow)."})
-    eval_limit: int | None = field(default=None, metadata={"help": "Validation rows of each set while training. None: all."})
-    use_bias_correction_kl: bool = field(
-        default=False, metadata={"help": "Multiply the KL term by the probability ratio. R1-V does not, TRL 1.12 on does."}
+    max_completion_length: int = field(
+        default=MAX_NEW_TOKENS, metadata={"help": "New tokens of a completion at most."}
     )
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows in a forward pass: 1."})
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Prompts decoded together in validation."})
+    prompts_per_row: int = field(
+        default=1, metadata={"help": "Prompts (with all their completions) in a packed row."}
+    )
+    rollout_engine: str = field(
+        default="fast", metadata={"help": "fast, or transformers (model.generate; slow)."}
+    )
+    eval_limit: int | None = field(
+        default=None, metadata={"help": "Validation rows of each set while training. None: all."}
+    )
+    use_bias_correction_kl: bool = field(
+        default=False,
+        metadata={"help": "Multiply the KL term by the probability ratio. R1-V does not, TRL 1.12 on does."},
+    )
+    per_device_train_batch_size: int = field(
+        default=1, metadata={"help": "Packed rows in a forward pass: 1."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=64, metadata={"help": "Prompts decoded together in validation."}
+    )
     logging_steps: float = field(default=1, metadata={"help": "Updates between two log lines."})
     eval_steps: float | None = field(default=50, metadata={"help": "Updates between two validations."})
     save_steps: float = field(default=100, metadata={"help": "Updates between two checkpoints."})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "Recompute activations: less memory, slower."})
-    bf16: bool | None = field(default=None, metadata={"help": "bf16 compute over float32 master weights. Default: on a GPU."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute activations: less memory, slower."}
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "bf16 compute over float32 master weights. Default: on a GPU."}
+    )
 
     def __post_init__(self) -> None:
         import torch
 
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
-        # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours counts prompts.
+        # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours
+        # counts prompts.
         super(GRPOConfig, self).__post_init__()
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
-        self.scale_rewards = {"True": "group", "False": "none"}.get(str(self.scale_rewards), self.scale_rewards)
+        self.scale_rewards = {"True": "group", "False": "none"}.get(
+            str(self.scale_rewards), self.scale_rewards
+        )
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
         self.logging_nan_inf_filter = False  # a NaN must be seen, not replaced by the mean
@@ -116,12 +149,18 @@ class GRPOArguments(GRPOConfig):
 
 
 def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig) -> None:
-    """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at once."""
+    """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at
+    once."""
     faults = [sentence for bad, sentence in _rules(recipe, args) if bad]
-    own = {f.name for f in fields(TrainingArguments)} | {f.name for f in fields(args) if f.name not in _names(GRPOConfig)}
+    own = {f.name for f in fields(TrainingArguments)} | {
+        f.name for f in fields(args) if f.name not in _names(GRPOConfig)
+    }
     faults += _not_honoured(args, GRPOConfig, own | HONOURED, "this trainer does not honour it; leave it out")
     faults += _not_honoured(
-        model, ModelConfig, HONOURED_MODEL, "the model is trained in full from float32 weights with packed attention; leave it out"
+        model,
+        ModelConfig,
+        HONOURED_MODEL,
+        "the model is trained in full from float32 weights with packed attention; leave it out",
     )
     if faults:
         raise ValueError("\n".join(faults))
@@ -134,7 +173,13 @@ def _names(config: type) -> set[str]:
 def _not_honoured(values: object, config: type, honoured: set[str], reason: str) -> list[str]:
     faults = []
     for f in fields(config):
-        default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else None
+        default = (
+            f.default
+            if f.default is not MISSING
+            else f.default_factory()
+            if f.default_factory is not MISSING
+            else None
+        )
         value = getattr(values, f.name)
         if f.name not in honoured and value != default:
             faults.append(f"--{f.name} {value}: {reason}")
@@ -145,31 +190,50 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
     accumulation, per_rollout = args.gradient_accumulation_steps, args.updates_per_rollout
     evaluates = bool(recipe.val_dataset or recipe.ood_val_dataset)
     return [
-        (not recipe.dataset_name, "--dataset_name is missing: set it to a folder, a JSONL file or a hub name"),
+        (
+            not recipe.dataset_name,
+            "--dataset_name is missing: set it to a folder, a JSONL file or a hub name",
+        ),
         (
             args.per_device_train_batch_size != 1,
-            f"--per_device_train_batch_size {args.per_device_train_batch_size}: a forward pass takes one packed row; set it "
+            f"--per_device_train_batch_size {args.per_device_train_batch_size}: a forward pass "
+            "takes one packed row; set it "
             "to 1 and put more prompts into a row with --prompts_per_row",
         ),
         (args.prompts_per_row < 1, f"--prompts_per_row {args.prompts_per_row}: set it to 1 or more"),
         (
             args.num_generations < 2,
-            f"--num_generations {args.num_generations}: an advantage compares the completions of a group; set 2 or more",
+            f"--num_generations {args.num_generations}: an advantage compares the completions of a "
+            "group; set 2 or more",
         ),
         (
             args.steps_per_generation % accumulation != 0,
-            f"--steps_per_generation {args.steps_per_generation} is no multiple of --gradient_accumulation_steps "
+            f"--steps_per_generation {args.steps_per_generation} is no multiple of "
+            "--gradient_accumulation_steps "
             f"{accumulation}: a rollout must make whole updates",
         ),
         (
             args.save_strategy != "no" and args.save_steps % max(1, per_rollout) != 0,
-            f"--save_steps {args.save_steps:g} is no multiple of the {per_rollout} updates of a rollout: a checkpoint must "
+            f"--save_steps {args.save_steps:g} is no multiple of the {per_rollout} updates of a "
+            "rollout: a checkpoint must "
             "fall between two rollouts",
         ),
-        (args.loss_type not in LOSS_TYPES, f"--loss_type {args.loss_type}: set one of {', '.join(LOSS_TYPES)}"),
-        (args.scale_rewards not in SCALES, f"--scale_rewards {args.scale_rewards}: set one of {', '.join(SCALES)}"),
-        (args.rollout_engine not in ENGINES, f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}"),
-        (args.temperature <= 0, f"--temperature {args.temperature}: completions of a group must differ; set it above 0"),
+        (
+            args.loss_type not in LOSS_TYPES,
+            f"--loss_type {args.loss_type}: set one of {', '.join(LOSS_TYPES)}",
+        ),
+        (
+            args.scale_rewards not in SCALES,
+            f"--scale_rewards {args.scale_rewards}: set one of {', '.join(SCALES)}",
+        ),
+        (
+            args.rollout_engine not in ENGINES,
+            f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}",
+        ),
+        (
+            args.temperature <= 0,
+            f"--temperature {args.temperature}: completions of a group must differ; set it above 0",
+        ),
         (not 0 < args.top_p <= 1, f"--top_p {args.top_p}: set it above 0 and up to 1"),
         (args.top_k < 0, f"--top_k {args.top_k}: set 0 (off) or more"),
         (not 0 <= (args.min_p or 0) <= 1, f"--min_p {args.min_p}: set it between 0 and 1"),
@@ -177,24 +241,36 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
         (args.beta < 0, f"--beta {args.beta}: set 0 (no KL term) or more"),
         (
             args.max_completion_length > MAX_NEW_TOKENS,
-            f"--max_completion_length {args.max_completion_length}: the grader cuts completions after {MAX_NEW_TOKENS} "
+            f"--max_completion_length {args.max_completion_length}: the grader cuts completions "
+            f"after {MAX_NEW_TOKENS} "
             f"tokens; set at most that",
         ),
-        (bool(args.fp16), "--fp16: rewards of policies trained in fp16 are noise more often than not; use --bf16"),
-        (bool(args.auto_find_batch_size), "--auto_find_batch_size: a row is never cut; lower --prompts_per_row"),
-        (bool(args.torch_compile), "--torch_compile: attention is compiled already, the rest has changing shapes"),
+        (
+            bool(args.fp16),
+            "--fp16: rewards of policies trained in fp16 are noise more often than not; use --bf16",
+        ),
+        (
+            bool(args.auto_find_batch_size),
+            "--auto_find_batch_size: a row is never cut; lower --prompts_per_row",
+        ),
+        (
+            bool(args.torch_compile),
+            "--torch_compile: attention is compiled already, the rest has changing shapes",
+        ),
         (
             args.eval_strategy != "no" and not evaluates,
             f"--eval_strategy {args.eval_strategy} without rows: set --val_dataset or --ood_val_dataset",
         ),
         (
             bool(recipe.submission_dir) and args.eval_strategy == "no",
-            f"--submission_dir {recipe.submission_dir} without validation: the best model cannot be known; set --val_dataset "
+            f"--submission_dir {recipe.submission_dir} without validation: the best model cannot be "
+            "known; set --val_dataset "
             "or --ood_val_dataset and --eval_strategy steps",
         ),
         (
             bool(args.save_only_model) and args.save_strategy != "no",
-            "--save_only_model: such a checkpoint cannot be resumed; leave it out (the submission is the full model)",
+            "--save_only_model: such a checkpoint cannot be resumed; leave it out (the submission "
+            "is the full model)",
         ),
         (
             bool(args.load_best_model_at_end),

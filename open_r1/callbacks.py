@@ -13,11 +13,13 @@ from .data_checks import BackgroundDecode, good_rows
 WARM_UP_STEPS = 3  # the first updates compile and capture; they are left out of the ETA
 
 LOSS_ZERO = (
-    "note: the loss is about 0 by construction, not by a fault: advantages of a group sum to 0 and the ratio of an on-policy "
+    "note: the loss is about 0 by construction, not by a fault: advantages of a group sum to 0 and "
+    "the ratio of an on-policy "
     "update is 1, so only the gradient carries the signal; watch the reward and the gradient norm."
 )
 ZERO_VARIANCE = (
-    "note: {share:.0%} of the groups have zero variance (all completions got the same reward): they teach nothing. All right "
+    "note: {share:.0%} of the groups have zero variance (all completions got the same reward): they "
+    "teach nothing. All right "
     "means the questions are learned; all wrong means they are too hard, or the format is not met."
 )
 
@@ -61,13 +63,16 @@ class StepLine(TrainerCallback):
         eta = time.strftime("%H:%M:%S", time.gmtime(remaining))
         width = len(str(state.max_steps))
         return (
-            f"{state.global_step:>{width}}/{state.max_steps} {state.global_step / state.max_steps:4.0%} ETA {eta}"
+            f"{state.global_step:>{width}}/{state.max_steps} "
+            f"{state.global_step / state.max_steps:4.0%} ETA {eta}"
             f" | reward {logs['reward']:.3f} ±{logs['reward_std']:.3f}"
-            f" | same: right {logs['zero_variance/all_right']:4.0%} wrong {logs['zero_variance/all_wrong']:4.0%}"
+            f" | same: right {logs['zero_variance/all_right']:4.0%} wrong "
+            f"{logs['zero_variance/all_wrong']:4.0%}"
             f" | tokens {logs['completions/mean_length']:5.1f} parsed {logs['completions/parsed']:4.0%}"
             f" cut {logs['completions/truncated']:3.0%}"
             f" | clip {logs['clip_share']:.1%} grad {logs.get('grad_norm', 0):.3f}"
-            f" | {logs['time/step_s']:.2f} s (rollout {logs['time/rollout_s']:.2f} update {logs['time/update_s']:.2f})"
+            f" | {logs['time/step_s']:.2f} s (rollout {logs['time/rollout_s']:.2f} update "
+            f"{logs['time/update_s']:.2f})"
         )
 
     def explain(self, logs: dict) -> None:
@@ -81,7 +86,8 @@ class StepLine(TrainerCallback):
 
 
 class JsonLog(TrainerCallback):
-    """OUT/logs.jsonl, one line a log call, and OUT/rollouts.jsonl, the best and worst completion of rank 0's groups."""
+    """OUT/logs.jsonl, one line a log call, and OUT/rollouts.jsonl, the best and worst completion of rank
+    0's groups."""
 
     def __init__(self, folder: Path):
         self.logs, self.rollouts = folder / "logs.jsonl", folder / "rollouts.jsonl"
@@ -106,7 +112,8 @@ class JsonLog(TrainerCallback):
 
 
 class BadRowWatch(TrainerCallback):
-    """Stops the run when the check that decodes all images in the background finds one that cannot be decoded."""
+    """Stops the run when the check that decodes all images in the background finds one that cannot be
+    decoded."""
 
     def __init__(self, data: CountingData, check: BackgroundDecode, folder: Path):
         self.data, self.check, self.folder = data, check, folder
@@ -125,7 +132,8 @@ def append_lines(path: Path, rows: list[dict]) -> None:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Cuts what an interrupted run wrote after the checkpoint it resumes from: those updates are done again."""
+    """Cuts what an interrupted run wrote after the checkpoint it resumes from: those updates are done
+    again."""
     if not path.exists():
         return
     kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]

@@ -1,12 +1,11 @@
 """Trains Qwen2-VL with GRPO: the reward functions and their registry first, then main().
 
     bash train.sh                                        the tuned recipe on all GPUs
-    accelerate launch open_r1/grpo.py --model_name_or_path … --dataset_name … --output_dir … --deepspeed zero3.json
+    accelerate launch open_r1/grpo.py --model_name_or_path … --dataset_name … --output_dir …
 
 To change what is rewarded, edit a function below, or add one to the registry and name it in --reward_funcs.
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -28,16 +27,18 @@ from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
 from open_r1.checkpoint import load_policy, local_model, newest_complete
 from open_r1.data import CountingData, PromptEncoder, load_processor, load_rows
 from open_r1.data_checks import BackgroundDecode, check_rows, drop_overlap, good_rows, refuse_same_folder
+from open_r1.keep_best import KeepBest
 from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, check_signature, resolve_rewards, try_rewards
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.trainer import Qwen2VLGRPOTrainer
 
-# --- rewards ----------------------------------------------------------------------------------------------------------
+# --- rewards ----------------------------------------------------------------------------------------------
 #
-# fn(completions, **columns) -> list[float | None]. completions are [[{"role": "assistant", "content": str}], …]; every
-# column of the data set comes as a list, one value per completion, "answer" (the true count, int) among them. A
-# function may also name what open_r1/rewards.py lists as EXTRAS. None means "cannot judge" and is left out.
+# fn(completions, **columns) -> list[float | None]. completions are [[{"role": "assistant", "content":
+# str}], …]; every column of the data set comes as a list, one value per completion, "answer" (the true
+# count, int) among them. A function may also name what open_r1/rewards.py lists as EXTRAS. None means
+# "cannot judge" and is left out.
 
 
 def accuracy_reward(completions: list[list[dict]], answer: list[int], **kwargs) -> list[float]:
@@ -48,8 +49,8 @@ def accuracy_reward(completions: list[list[dict]], answer: list[int], **kwargs) 
 def format_reward(completions: list[list[dict]], truncated: list[bool], **kwargs) -> list[float]:
     """1.0 for a completion that ends by itself, right behind its one answer block.
 
-    Whatever comes before the block is free: a think block is not rewarded. A policy that repeats `</answer>` up to the
-    length cap earns nothing.
+    Whatever comes before the block is free: a think block is not rewarded. A policy that repeats
+    `</answer>` up to the length cap earns nothing.
     """
 
     def well_formed(text: str) -> bool:
@@ -57,7 +58,9 @@ def format_reward(completions: list[list[dict]], truncated: list[bool], **kwargs
         one = len(blocks) == 1 and text.count("<answer>") == 1 and text.count("</answer>") == 1
         return one and not text[blocks[0].end() :].strip()
 
-    return [float(well_formed(c[0]["content"]) and not t) for c, t in zip(completions, truncated, strict=True)]
+    return [
+        float(well_formed(c[0]["content"]) and not t) for c, t in zip(completions, truncated, strict=True)
+    ]
 
 
 reward_funcs_registry = {
@@ -66,11 +69,13 @@ reward_funcs_registry = {
 }
 
 
-# --- the script -------------------------------------------------------------------------------------------------------
+# --- the script -------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    recipe, args, model_args = TrlParser((RecipeArguments, GRPOArguments, ModelConfig)).parse_args_and_config()
+    recipe, args, model_args = TrlParser(
+        (RecipeArguments, GRPOArguments, ModelConfig)
+    ).parse_args_and_config()
     check_args(recipe, args, model_args)
     run(recipe, args, model_args)
 
@@ -96,54 +101,82 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
     say(try_rewards(rewards, [data.columns(row) for row in rows[:8]], processor.tokenizer))
 
     if args.max_steps <= 0:
-        args.max_steps = -(-int(len(rows) * args.num_train_epochs) // args.prompts_per_update) * args.num_iterations
+        args.max_steps = (
+            -(-int(len(rows) * args.num_train_epochs) // args.prompts_per_update) * args.num_iterations
+        )
     say(derived_numbers(args, len(rows), {name: len(val) for name, val in validation_sets.items()}))
     done = find_checkpoint(args, newest_complete(out))
     if recipe.dry_run:
         say("ready: nothing was launched (--dry_run)")
         return None
 
+    json_log = JsonLog(out)
+    callbacks = [StepLine(), json_log]
+    if args.process_index == 0 and not (recipe.check_data or recipe.skip_bad_rows):
+        # Before the models: its processes are forked, which CUDA does not survive.
+        callbacks.append(BadRowWatch(data, BackgroundDecode(data, processor, rows=rows), out))
+
     # Models: the policy, the rollout copy of it, and a reference only for a KL term.
     low = torch.bfloat16 if args.bf16 else torch.float32
-    policy = load_policy(base, low if args.deepspeed else torch.float32)  # DeepSpeed makes the float32 masters itself
+    policy = load_policy(
+        base, low if args.deepspeed else torch.float32
+    )  # DeepSpeed makes the float32 masters itself
     rollout_copy = load_policy(base, low, args.device).requires_grad_(False)
-    engine = {"fast": FastEngine, "transformers": TransformersEngine}[args.rollout_engine](rollout_copy, processor)
+    engine = {"fast": FastEngine, "transformers": TransformersEngine}[args.rollout_engine](
+        rollout_copy, processor
+    )
     reference = load_policy(base, low, args.device).requires_grad_(False) if args.beta else None
 
     keep_images = any(reward.wants("images") for reward in rewards)
     encoder = PromptEncoder(
         processor, policy.config, prompt_mix=recipe.prompt_mix, keep_images=keep_images, seed=args.seed
     )
-    grader = PromptEncoder(load_processor(base), policy.config, prompt_mix=0.0, keep_images=False, seed=args.seed)
-    json_log = JsonLog(out)
-    callbacks = [StepLine(), json_log]
-    if args.process_index == 0 and not recipe.check_data:
-        callbacks.append(BadRowWatch(data, BackgroundDecode(data, processor, rows=rows), out))
+    grader = PromptEncoder(
+        load_processor(base), policy.config, prompt_mix=0.0, keep_images=False, seed=args.seed
+    )
     trainer = Qwen2VLGRPOTrainer(
-        policy, args, processor, engine, data, rows, encoder, RewardCaller(rewards, recipe.max_reward_failures),
-        validation_sets, grader, base, Path(recipe.submission_dir) if recipe.submission_dir else None, reference, callbacks,
-    )  # fmt: skip
+        policy,
+        args,
+        processor,
+        engine,
+        data,
+        rows,
+        encoder,
+        rewards=RewardCaller(rewards, recipe.max_reward_failures),
+        validation_sets=validation_sets,
+        eval_encoder=grader,
+        keep_best=KeepBest(base, Path(recipe.submission_dir)) if recipe.submission_dir else None,
+        ref_model=reference,
+        callbacks=callbacks,
+    )
     json_log.trainer = trainer
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
 
-    if trainer.submission:
-        trainer.start_submission()
+    if trainer.keep_best:
+        trainer.keep_best.start(engine.model, trainer.validate)
     if done and done[1]["step"] >= args.max_steps:
         say(f"{done[0]} has all {args.max_steps} updates: nothing is left to train")
         return trainer
     trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
     if args.eval_strategy != "no" and trainer.state.global_step % args.eval_steps:
         trainer.evaluate()
-    if trainer.submission:
-        say(f"{trainer.submission} holds the best validated model: score {trainer.best_score:.2f}")
+    if trainer.keep_best:
+        say(
+            f"{recipe.submission_dir} holds the best validated model: score "
+            f"{trainer.keep_best.best_score:.2f}"
+        )
     return trainer
 
 
 def usable_rows(
-    recipe: RecipeArguments, args: GRPOArguments, data: CountingData, validation_sets: dict[str, CountingData],
-    processor, out: Path,
-) -> list[int]:  # fmt: skip
+    recipe: RecipeArguments,
+    args: GRPOArguments,
+    data: CountingData,
+    validation_sets: dict[str, CountingData],
+    processor,
+    out: Path,
+) -> list[int]:
     """The training rows without bad ones and without images that validation has too; looked for on rank 0."""
     found = [None]
     if args.process_index == 0:
@@ -153,7 +186,10 @@ def usable_rows(
         bad = check_rows(data, processor, full=recipe.check_data or recipe.skip_bad_rows)
         kept = good_rows(data, bad, skip_bad_rows=recipe.skip_bad_rows, out=out)
         kept, shared = drop_overlap(data, list(validation_sets.values()), rows=kept)
-        print(f"{len(kept):,} of {len(data):,} training rows: {len(bad)} bad, {shared} share an image with validation")
+        print(
+            f"{len(kept):,} of {len(data):,} training rows: {len(bad)} bad, {shared} share an image "
+            "with validation"
+        )
         found = [kept]
     broadcast_object_list(found)
     return found[0]
@@ -163,7 +199,8 @@ def find_checkpoint(args: GRPOArguments, newest: tuple[Path, dict] | None) -> tu
     """The checkpoint to go on from: the same command continues its run."""
     if newest and newest[1]["world_size"] != args.world_size:
         raise ValueError(
-            f"{newest[0]} was written by {newest[1]['world_size']} processes and this run has {args.world_size}: run with as "
+            f"{newest[0]} was written by {newest[1]['world_size']} processes and this run has "
+            f"{args.world_size}: run with as "
             "many, or start from the submission's weights (MODEL=…) with another OUT"
         )
     return newest
@@ -175,9 +212,8 @@ def derived_numbers(args: GRPOArguments, num_rows: int, validation_rows: dict[st
     lines = {
         "training rows": f"{num_rows:,}",
         "validation rows": ", ".join(f"{name} {n:,}" for name, n in validation_rows.items()) or "none",
-        "an update": f"{per_update} prompts x {args.num_generations} completions = {per_update * args.num_generations} "
-        f"completions, in {args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} "
-        "processes",
+        "an update": f"{per_update} prompts x {args.num_generations} completions, "
+        f"in {args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} processes",
         "a rollout": f"{args.prompts_per_rollout} prompts, {args.updates_per_rollout} updates",
         "the run": f"{args.max_steps:,} updates, {epochs:.2f} epochs",
         "compute": f"{'bf16' if args.bf16 else 'float32'} on {args.device.type}, float32 master weights",

@@ -1,8 +1,9 @@
 """Groups of completions -> packed rows -> per-token log-probs.
 
-A packed row is [prompt_1 | c_11 .. c_1G | prompt_2 | c_21 .. ] with one rule: a token sees what stands before it in
-its own prompt and its own completion. The prompt (and its image) is computed once for its G completions, nothing is
-padded, and the result is exact: log-probs and gradients equal those of separate rows.
+A packed row is [prompt_1 | c_11 .. c_1G | prompt_2 | c_21 .. ] with one rule: a token sees what stands
+before it in its own prompt and its own completion. The prompt (and its image) is computed once for its G
+completions, nothing is padded, and the result is exact: log-probs and gradients equal those of separate
+rows.
 
 Legend
   L  tokens of the row                N  completion tokens of the row (the scored ones)
@@ -42,7 +43,9 @@ class PackedRow:
 
     def to(self, device: torch.device | str) -> "PackedRow":
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if v is not None})
+        return replace(
+            self, **{k: v.to(device, non_blocking=True) for k, v in moved.items() if v is not None}
+        )
 
     def model_inputs(self) -> dict[str, Tensor | None]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "owners"}
@@ -92,12 +95,13 @@ def pack(groups: Sequence[tuple[Prompt, Sequence[Tensor]]], length: int | None =
 
 
 def bucket_length(tokens: int) -> int:
-    """`tokens` rounded up to one of few lengths (eight an octave, multiples of 128): at most 12.5 % padding above 1024."""
+    """`tokens` rounded up to one of few lengths (eight an octave, multiples of 128): at most 12.5 % padding
+    above 1024."""
     step = max(128, 1 << max(0, (tokens - 1).bit_length() - 4))
     return -(-tokens // step) * step
 
 
-# --- the mask rule, and its two kernels -------------------------------------------------------------------------------
+# --- the mask rule, and its two kernels -------------------------------------------------------------------
 
 
 def sees(query_group, key_group, query_completion, key_completion, query_index, key_index):
@@ -107,7 +111,8 @@ def sees(query_group, key_group, query_completion, key_completion, query_index, 
 
 
 def build_mask(group_ids: Tensor, completion_ids: Tensor) -> "BlockMask | list[tuple[int, int, Tensor]]":
-    """CUDA: FlexAttention's block mask. CPU: per group (start, end, [n, n] boolean), since groups see nothing of each other."""
+    """CUDA: FlexAttention's block mask. CPU: per group (start, end, [n, n] boolean), since groups see
+    nothing of each other."""
     if group_ids.is_cuda:
 
         def rule(batch, head, query, key):
@@ -132,7 +137,8 @@ _compiled: dict[str, object] = {}
 
 
 def _flex_attention():
-    """Compiled once. A shape too many must stop the run: the uncompiled kernel would silently take 100 times longer."""
+    """Compiled once. A shape too many must stop the run: the uncompiled kernel would silently take 100
+    times longer."""
     if not _compiled:
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -150,11 +156,16 @@ def _create_block_mask():
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface: query [B, heads, Q, D], key and value [B, kv heads, K, D] -> [B, Q, heads, D].
+    """Attention of transformers' interface: query [B, heads, Q, D], key and value [B, kv heads, K, D] ->
+    [B, Q, heads, D].
 
-    The mask decides: a BlockMask or a list of blocks (a packed row), or a boolean [B, 1, 1, K] (a decode step).
+    The mask decides: a BlockMask or a list of blocks (a packed row), or a boolean [B, 1, 1, K] (a decode
+    step).
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave them in float32
+    query, key = (
+        query.to(value.dtype),
+        key.to(value.dtype),
+    )  # under autocast rotary embeddings leave them in float32
     if isinstance(attention_mask, BlockMask):
         out = _flex_attention()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
@@ -173,7 +184,8 @@ def packed_attention(
             dim=2,
         )
         return out.transpose(1, 2), None
-    # Decode: the query heads of one kv head stand as its query rows, so that keys and values are read once, unrepeated.
+    # Decode: the query heads of one kv head stand as its query rows, so that keys and values are read once,
+    # unrepeated.
     query = query.view(batch, kv_heads, heads // kv_heads, size)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(batch, 1, heads, size), None
@@ -182,7 +194,7 @@ def packed_attention(
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
-# --- hidden states and log-probs --------------------------------------------------------------------------------------
+# --- hidden states and log-probs --------------------------------------------------------------------------
 
 
 def row_hidden_states(
@@ -199,7 +211,8 @@ def row_hidden_states(
     inner = model.model
     embeds = inner.get_input_embeddings()(input_ids[None])  # [1, L, H]
     if pixel_values is None:
-        # Under ZeRO-3 (and DDP) every rank must run the same modules: a row without images looks at one blank patch square.
+        # Under ZeRO-3 (and DDP) every rank must run the same modules: a row without images looks at one
+        # blank patch square.
         embeds = embeds + 0.0 * _blank_image_features(inner, embeds).sum().to(embeds.dtype)
     else:
         features = torch.cat(tuple(inner.get_image_features(pixel_values, image_grid_thw).pooler_output))
@@ -225,9 +238,10 @@ def _blank_image_features(inner: nn.Module, like: Tensor) -> Tensor:
 class ChunkedLogps(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature)[targets] without ever holding [N, V].
 
-    Forward and backward walk over chunks of tokens; backward recomputes the logits of a chunk and adds its share of
-    the head's gradient in float32. A Function and not a checkpoint, because under ZeRO-3 this reads the head
-    through one module: gathered once in the forward pass and once in the backward pass, not once a chunk.
+    Forward and backward walk over chunks of tokens; backward recomputes the logits of a chunk and adds its
+    share of the head's gradient in float32. A Function and not a checkpoint, because under ZeRO-3 this
+    reads the head through one module: gathered once in the forward pass and once in the backward pass, not
+    once a chunk.
     """
 
     @staticmethod
@@ -280,7 +294,9 @@ def self_certainty_of(logits: Tensor) -> Tensor:
 TOKEN_STATISTICS = {"entropy": entropy_of, "self_certainty": self_certainty_of}
 
 
-def _head_forward(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, statistic: str | None):
+def _head_forward(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, statistic: str | None
+):
     """Replaces lm_head.forward on the policy: the head's weight is used inside this one module call."""
     weight = head.weight
     if torch.is_autocast_enabled(hidden.device.type):
@@ -289,15 +305,18 @@ def _head_forward(head: nn.Linear, hidden: Tensor, targets: Tensor, temperature:
     if statistic is None:
         return ChunkedLogps.apply(hidden, weight, targets, temperature)
     function = TOKEN_STATISTICS[statistic]
-    return torch.cat([function(chunk_logits(hidden[part], weight, temperature)) for part in _chunks(hidden.shape[0])])
+    return torch.cat(
+        [function(chunk_logits(hidden[part], weight, temperature)) for part in _chunks(hidden.shape[0])]
+    )
 
 
 def add_scoring_forward(model: nn.Module) -> nn.Module:
     """Turns the model's forward into packed row -> per-token log-probs [N], in place, and returns the model.
 
-    forward(**PackedRow.model_inputs(), temperature=…, statistic=None); a statistic ("entropy", "self_certainty")
-    returns that number per token instead, without gradient. The instance is patched, not the class: a subclass of
-    Qwen2VLForConditionalGeneration would load with a silently re-initialised text tower.
+    forward(**PackedRow.model_inputs(), temperature=…, statistic=None); a statistic ("entropy",
+    "self_certainty") returns that number per token instead, without gradient. The instance is patched, not
+    the class: a subclass of Qwen2VLForConditionalGeneration would load with a silently re-initialised text
+    tower.
     """
 
     def forward(sources, targets, temperature: float = 1.0, statistic: str | None = None, **row) -> Tensor:

@@ -1,7 +1,7 @@
 """The grader's protocol: the prompt it shows, and how it reads an answer.
 
-This is the only copy. Rewards, validation in training and selfcheck all call it, so none of them can drift from what
-is graded.
+This is the only copy. Rewards, validation in training and selfcheck all call it, so none of them can drift
+from what is graded.
 """
 
 import re
@@ -11,7 +11,7 @@ EVAL_TEMPLATE = (
     "{question} First output the thinking process in <think> </think> "
     "and final answer (number) in <answer> </answer> tags."
 )
-# R1-V's phrasing (two spaces). A share of the training prompts carries it, so that the policy does not hang on one wording.
+# R1-V's phrasing (two spaces). A share of the training prompts carries it: no hanging on one wording.
 TRAIN_TEMPLATE = (
     "{question}  Output the thinking process in <think> </think> "
     "and final answer (number) in <answer> </answer> tags."
@@ -36,6 +36,6 @@ def extract_answer(text: str) -> int | None:
 
 
 def conversation(question: str, num_images: int = 1, template: str = EVAL_TEMPLATE) -> list[dict]:
-    """The single user turn that the chat template renders: `num_images` images, then the question in its template."""
-    content = [{"type": "image"}] * num_images + [{"type": "text", "text": template.format(question=question)}]
-    return [{"role": "user", "content": content}]
+    """The single user turn that the chat template renders: the images, then the question in its template."""
+    text = {"type": "text", "text": template.format(question=question)}
+    return [{"role": "user", "content": [{"type": "image"}] * num_images + [text]}]

@@ -2,9 +2,9 @@
 
 The functions themselves stand in grpo.py. The signature is R1-V's and TRL's:
     fn(completions, **columns) -> list[float | None]
-completions are conversations, [[{"role": "assistant", "content": str}], …]; every column of the data set comes as a
-list with one value per completion. A function may further name any of EXTRAS, and gets it; nothing is computed that no
-function asks for. None means "cannot judge".
+completions are conversations, [[{"role": "assistant", "content": str}], …]; every column of the data set
+comes as a list with one value per completion. A function may further name any of EXTRAS, and gets it;
+nothing is computed that no function asks for. None means "cannot judge".
 """
 
 import importlib
@@ -61,22 +61,28 @@ class Reward:
         except Exception as error:
             raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}") from error
         if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != expected:
-            raise RewardError(f"reward {self.name} must return a list of {expected} numbers or None, not {values!r:.200}")
+            raise RewardError(
+                f"reward {self.name} must return a list of {expected} numbers or None, not {values!r:.200}"
+            )
         values = values.tolist() if isinstance(values, Tensor) else values
         for value in values:
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise RewardError(f"reward {self.name} returned {value!r}: every value must be a finite number or None")
+                raise RewardError(
+                    f"reward {self.name} returned {value!r}: every value must be a finite number or None"
+                )
         return [math.nan if value is None else float(value) for value in values]
 
 
 def resolve_rewards(
     names: Sequence[str], weights: Sequence[float] | None, registry: dict[str, Callable]
 ) -> list[Reward]:
-    """Names of the registry or dotted paths (package.module.function) -> rewards. ValueError names what is wrong."""
+    """Names of the registry or dotted paths (package.module.function) -> rewards. ValueError names what is
+    wrong."""
     weights = [1.0] * len(names) if weights is None else list(weights)
     if len(weights) != len(names):
         raise ValueError(
-            f"--reward_weights has {len(weights)} values for {len(names)} --reward_funcs ({' '.join(names)}): give one each"
+            f"--reward_weights has {len(weights)} values for {len(names)} --reward_funcs "
+            f"({' '.join(names)}): give one each"
         )
     if len(set(names)) != len(names):
         raise ValueError(f"--reward_funcs {' '.join(names)} names a function twice: add its weights instead")
@@ -86,7 +92,7 @@ def resolve_rewards(
 def _find(name: str, registry: dict[str, Callable]) -> Callable:
     if name in registry:
         return registry[name]
-    known = f"known names are {', '.join(sorted(registry))}; anything else is a dotted path such as my_rewards.length"
+    known = f"known names are {', '.join(sorted(registry))}; others are dotted paths (my_rewards.length)"
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError(f"--reward_funcs {name} is no known reward: {known}")
@@ -103,7 +109,8 @@ def check_signature(reward: Reward, columns: Sequence[str]) -> None:
         named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         if named and parameter.default is inspect.Parameter.empty and name not in available:
             raise ValueError(
-                f"reward {reward.name} asks for {name}, which is neither a column ({', '.join(sorted(columns))}) "
+                f"reward {reward.name} asks for {name}, which is neither a column "
+                f"({', '.join(sorted(columns))}) "
                 f"nor one of {', '.join(EXTRAS)}"
             )
 
@@ -118,8 +125,8 @@ class RewardCaller:
     def __call__(self, available: dict[str, list]) -> Tensor:
         """Values [B, F], NaN where a function could not judge or failed.
 
-        Raises RewardError when a function has failed more than max_failures times. A failure is printed and counted:
-        it never becomes a silent 0.
+        Raises RewardError when a function has failed more than max_failures times. A failure is printed and
+        counted: it never becomes a silent 0.
         """
         columns = []
         for reward in self.rewards:
@@ -127,7 +134,10 @@ class RewardCaller:
                 values = reward(available)
             except RewardError as error:
                 self.failures[reward.name] += 1
-                print(f"\n{error} (failure {self.failures[reward.name]}, {self.max_failures} are allowed)", flush=True)
+                print(
+                    f"\n{error} (failure {self.failures[reward.name]}, {self.max_failures} are allowed)",
+                    flush=True,
+                )
                 if self.failures[reward.name] > self.max_failures:
                     raise
                 values = [math.nan] * len(available["completions"])
@@ -142,8 +152,9 @@ def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
 def try_rewards(rewards: Sequence[Reward], rows: Sequence[dict], tokenizer) -> str:
     """Calls each reward on gold answers and on empty text, and returns the table to print.
 
-    rows are column dictionaries with "answer" and "question". ValueError when a reward named accuracy does not give
-    1.0 for gold and 0.0 for nothing: then it disagrees with the grader; the other rewards are only shown.
+    rows are column dictionaries with "answer" and "question". ValueError when a reward named accuracy does
+    not give 1.0 for gold and 0.0 for nothing: then it disagrees with the grader; the other rewards are only
+    shown.
     """
     lines = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"]
     gold = [f"<answer> {row['answer']} </answer>" for row in rows]
@@ -167,7 +178,8 @@ def try_rewards(rewards: Sequence[Reward], rows: Sequence[dict], tokenizer) -> s
         lines.append(f"{reward.name:<24}{reward.weight:>8g}{shown[0]:>14}{shown[1]:>14}")
         if reward.name == "accuracy" and means != [1.0, 0.0]:
             raise ValueError(
-                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty text, not 1.00 and 0.00: "
+                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty "
+                "text, not 1.00 and 0.00: "
                 "it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
             )
     return "\n".join(lines)

@@ -1,18 +1,18 @@
 """Prompts -> groups of completions.
 
-FastEngine prefills each prompt once (its image goes through the vision tower once), hands its keys and values to the
-G completions, and decodes all completions of all prompts together; on CUDA a decode step is one captured graph over
-buffers whose addresses never move. TransformersEngine does the same through `model.generate`, one prompt at a time:
-slow, and exactly what the grader runs.
+FastEngine prefills each prompt once (its image goes through the vision tower once), hands its keys and
+values to the G completions, and decodes all completions of all prompts together; on CUDA a decode step is
+one captured graph over buffers whose addresses never move. TransformersEngine does the same through
+`model.generate`, one prompt at a time: slow, and exactly what the grader runs.
 
 Legend
   R  prompts        G  completions a prompt        B = R * G  rows of the decode batch
   P  prompt tokens  S  slots of the key/value cache (longest prompt + new tokens)   V  vocabulary
-Row b of the batch is completion b % G of prompt b // G. Prompts fill slots 0..P-1; the t-th new token of every row
-stands in the same slot, `longest prompt + t`, and a boolean mask hides the slots that a row does not use.
+Row b of the batch is completion b % G of prompt b // G. Prompts fill slots 0..P-1; the t-th new token of
+every row stands in the same slot, `longest prompt + t`, and a boolean mask hides the slots that a row does
+not use.
 """
 
-import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,86 +23,39 @@ from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
 
 from .data import Prompt
 from .packing import ATTENTION, bucket_length, pack, row_hidden_states
+from .sampling import Sampling, keyed_uniform, sample
 
 # transformers 5.24 renamed the argument
-CACHE = "cache" if "cache" in inspect.signature(Qwen2VLForConditionalGeneration.forward).parameters else "past_key_values"
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(Qwen2VLForConditionalGeneration.forward).parameters
+    else "past_key_values"
+)
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}  # prompt tokens of one prefill row
-STEPS_BETWEEN_CHECKS = {"cuda": 8, "cpu": 1}  # asking a GPU whether all rows are done makes the host wait for it
+# Asking a GPU whether all rows are done makes the host wait for it.
+STEPS_BETWEEN_CHECKS = {"cuda": 8, "cpu": 1}
 GRAPHS_KEPT = 2  # training and validation each decode in a shape of their own
 
 # Settings of a generation_config that act under greedy decoding and that FastEngine does not implement.
 UNSUPPORTED = (
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-    "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "sequence_bias", "guidance_scale", "encoder_repetition_penalty", "watermarking_config", "stop_strings",
-    "remove_invalid_values", "penalty_alpha", "dola_layers",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "sequence_bias", "guidance_scale", "encoder_repetition_penalty",
+    "watermarking_config", "stop_strings", "remove_invalid_values", "penalty_alpha", "dola_layers",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. Explicit in full: nothing is taken over from a checkpoint's generation_config, whose
-    top_k 1 makes every rollout greedy in silence. Greedy decoding is the exception: it follows the checkpoint's
-    repetition_penalty, as the grader's does."""
-
-    greedy: bool
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
 
 
 @dataclass
 class Completion:
     token_ids: Tensor  # [T], with the end-of-sequence token when it was reached
-    logps: Tensor  # [T] log-probs under the full softmax at the sampling temperature, as the trainer computes them
+    logps: Tensor  # [T], under the full softmax at the sampling temperature, as the trainer computes them
     truncated: bool  # no end-of-sequence token within max_new_tokens
     text: str  # special tokens left out
 
 
-def sampling_keys(seed: int, step: int, prompts: Sequence[int], num_generations: int) -> list[list[int]]:
-    """A 63-bit key per completion from (seed, step, prompt's number in the update, completion): the sampling noise is
-    a function of it and of the token's index, so it does not depend on how prompts are spread over processes."""
-    return [[_key(seed, step, prompt, number) for number in range(num_generations)] for prompt in prompts]
-
-
-def _key(*parts: int) -> int:
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def keyed_uniform(keys: Tensor, t: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1), [B] float64, from keys [B] int64 and the token index t: the finaliser of SplitMix64."""
-
-    def mix(x: Tensor, shift: int, factor: int) -> Tensor:
-        logical = (x >> shift) & ((1 << (64 - shift)) - 1)  # int64 shifts drag the sign along
-        return (x ^ logical) * factor
-
-    x = keys + (t + 1) * -0x61C8864680B583EB  # the golden ratio in 64 bits, signed; products wrap around
-    x = mix(x, 30, -0x40A7B892E31B1A47)
-    x = mix(x, 27, -0x6B2FB644ECCEEE15)
-    x = mix(x, 31, 1)
-    return (((x >> 32) & 0xFFFFFFFF).double() + 0.5) / 2**32
-
-
-def filter_probs(probs: Tensor, sampling: Sampling) -> Tensor:
-    """probs [B, V] with the tokens that top_k, top_p or min_p exclude set to 0, in this order, each on what is left."""
-    if sampling.top_k:
-        kth = probs.topk(min(sampling.top_k, probs.shape[-1])).values[:, -1:]
-        probs = probs.masked_fill(probs < kth, 0)
-    if sampling.top_p < 1:
-        probs = probs / probs.sum(-1, keepdim=True)
-        ordered, order = probs.sort(dim=-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the token that crosses top_p stays
-        probs = probs.masked_fill(outside.scatter(1, order, outside), 0)
-    if sampling.min_p:
-        probs = probs.masked_fill(probs < sampling.min_p * probs.max(-1, keepdim=True).values, 0)
-    return probs
-
-
 class SlotCache:
-    """Keys and values of all rows, [B, kv heads, S, D] a layer, at fixed addresses. Quacks like a transformers Cache."""
+    """Keys and values of all rows, [B, kv heads, S, D] a layer, at fixed addresses. Quacks like a
+    transformers Cache."""
 
     def __init__(self, model: nn.Module, rows: int, slots: int):
         text = model.config.get_text_config()
@@ -111,7 +64,9 @@ class SlotCache:
         shape = (text.num_hidden_layers, rows, text.num_key_value_heads, slots, size)
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
         self.slot = torch.zeros(1, dtype=torch.long, device=weight.device)  # where the next token is written
-        self.visible = slots  # CPU narrows it step by step; a captured graph always looks at all slots, masked
+        self.visible = (
+            slots  # CPU narrows it step by step; a captured graph always looks at all slots, masked
+        )
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.keys[layer].index_copy_(2, self.slot, key)
@@ -142,7 +97,8 @@ class PrefillWriter:
 
 
 class DecodeBatch:
-    """The state of one decode batch: every tensor keeps its address for the batch's life, so a step can be a graph."""
+    """The state of one decode batch: every tensor keeps its address for the batch's life, so a step can be
+    a graph."""
 
     def __init__(self, model: nn.Module, rows: int, slots: int, max_new_tokens: int):
         device = model.device
@@ -160,7 +116,16 @@ class DecodeBatch:
 
     def state(self) -> list[Tensor]:
         """What a step changes, apart from keys and values that it writes before it reads them."""
-        tensors = [self.mask, self.tokens, self.positions, self.done, self.t, self.token_ids, self.logps, self.cache.slot]
+        tensors = [
+            self.mask,
+            self.tokens,
+            self.positions,
+            self.done,
+            self.t,
+            self.token_ids,
+            self.logps,
+            self.cache.slot,
+        ]
         return tensors if self.seen is None else [*tensors, self.seen]
 
 
@@ -172,7 +137,9 @@ class Engine:
         eos = model.generation_config.eos_token_id
         self.eos = [eos] if isinstance(eos, int) else list(eos or [])
         if not self.eos:
-            raise ValueError("generation_config.json names no eos_token_id: completions would never end; set it there")
+            raise ValueError(
+                "generation_config.json names no eos_token_id: completions would never end; set it there"
+            )
         # A sampled placeholder would be looked up among the image features by the next forward.
         config = model.config
         self.placeholders = [config.image_token_id, config.video_token_id]
@@ -189,7 +156,8 @@ class Engine:
 
 
 class FastEngine(Engine):
-    """Owns `model`: its text tower is switched to the packed attention. Weights may be changed in place between calls."""
+    """Owns `model`: its text tower is switched to the packed attention. Weights may be changed in place
+    between calls."""
 
     def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
         super().__init__(model, processor)
@@ -204,7 +172,8 @@ class FastEngine(Engine):
             refused["num_beams"] = settings.num_beams
         if refused:
             raise ValueError(
-                f"generation_config.json sets {refused}, which the fast engine does not implement: use the transformers "
+                f"generation_config.json sets {refused}, which the fast engine does not implement: "
+                "use the transformers "
                 "engine (--rollout_engine transformers, selfcheck.py --engine transformers)"
             )
         self.penalty = settings.repetition_penalty or 1.0
@@ -222,7 +191,8 @@ class FastEngine(Engine):
         sampling: Sampling,
         keys: list[list[int]] | None = None,
     ) -> list[list[Completion]]:
-        """A group of `num_generations` completions for each prompt. `keys` (sampling_keys) are needed unless greedy."""
+        """A group of `num_generations` completions for each prompt. `keys` (sampling_keys) are needed
+        unless greedy."""
         if keys is None and not sampling.greedy:
             raise ValueError("sampling needs keys: pass sampling_keys(seed, step, prompts, num_generations)")
         rows, longest = len(prompts) * num_generations, max(p.input_ids.numel() for p in prompts)
@@ -254,7 +224,9 @@ class FastEngine(Engine):
                 batch.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self.device)
         return batch
 
-    def _prefill(self, batch: DecodeBatch, prompts: Sequence[Prompt], num_generations: int, longest: int) -> Tensor:
+    def _prefill(
+        self, batch: DecodeBatch, prompts: Sequence[Prompt], num_generations: int, longest: int
+    ) -> Tensor:
         """Fills the prompts' slots; returns the logits of each row's first token, [B, V]."""
         last_hidden, start = [], 0
         while start < len(prompts):
@@ -298,7 +270,9 @@ class FastEngine(Engine):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(batch, sampling)  # warm-up: library handles and workspaces are made outside the graph
+                self._step(
+                    batch, sampling
+                )  # warm-up: library handles and workspaces are made outside the graph
             torch.cuda.current_stream().wait_stream(stream)
             batch.graphs[sampling] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(batch.graphs[sampling]):
@@ -333,9 +307,7 @@ class FastEngine(Engine):
         else:
             logits = logits / sampling.temperature
             probs = logits.softmax(-1).index_fill(1, self.suppressed, 0)
-            cdf = filter_probs(probs, sampling).double().cumsum(-1)  # [B, V]
-            uniform = keyed_uniform(batch.keys, batch.t)
-            tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+            tokens = sample(probs, keyed_uniform(batch.keys, batch.t), sampling)
         tokens = torch.where(batch.done, self.eos_tensor[0], tokens)
         logps = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
         if batch.seen is not None:
@@ -358,7 +330,8 @@ class TransformersEngine(Engine):
         sampling: Sampling,
         keys: list[list[int]] | None = None,
     ) -> list[list[Completion]]:
-        """As FastEngine.generate; the noise depends on the group's first key only, and differs from FastEngine's."""
+        """As FastEngine.generate; the noise depends on the group's first key only, and differs from
+        FastEngine's."""
         groups = []
         for number, prompt in enumerate(prompts):
             if not sampling.greedy:
@@ -376,15 +349,16 @@ class TransformersEngine(Engine):
             inputs |= {"image_grid_thw": prompt.image_grid_thw.to(device)}
         # Every setting by name: what is left out, transformers takes from the checkpoint's generation_config.
         settings = {"do_sample": False} if sampling.greedy else {
-            "do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-            "min_p": sampling.min_p, "repetition_penalty": 1.0, "suppress_tokens": self.placeholders,
+            "do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0,
+            "suppress_tokens": self.placeholders,
         }  # fmt: skip
         output = self.model.generate(
-            **inputs, **settings, max_new_tokens=sampling.max_new_tokens, num_return_sequences=num_generations,
-            return_dict_in_generate=True, output_logits=True,
+            **inputs, **settings, max_new_tokens=sampling.max_new_tokens,
+            num_return_sequences=num_generations, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
         token_ids = output.sequences[:, ids.shape[1] :]  # [G, T]
-        logits = torch.stack(output.logits, dim=1).float() / (1.0 if sampling.greedy else sampling.temperature)
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        logits = torch.stack(output.logits, dim=1).float() / temperature  # [G, T, V]
         logps = logits.log_softmax(-1).gather(2, token_ids[..., None])[..., 0]  # [G, T]
         return [self.completion(*row) for row in zip(token_ids.cpu(), logps.cpu(), strict=True)]
-

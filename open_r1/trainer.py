@@ -2,9 +2,9 @@
 
     prompts -> rollout copy generates groups -> rewards -> advantages -> packed rows -> Trainer's own update
 
-The Trainer asks its data loader for the rows of an update; the loader rolls out when it has none left. Everything
-that depends on the update as a whole (advantages, token counts) is fixed there, over all ranks, so that a row's loss
-needs no knowledge of the other rows.
+The Trainer asks its data loader for the rows of an update; the loader rolls out when it has none left.
+Everything that depends on the update as a whole (advantages, token counts) is fixed there, over all ranks,
+so that a row's loss needs no knowledge of the other rows.
 
 Legend
   R  prompts of this rank's rollout     G  completions a prompt     F  reward functions
@@ -14,12 +14,10 @@ Legend
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import Trainer
 
@@ -29,13 +27,14 @@ from .arguments import GRPOArguments
 from .checkpoint import load_policy, mark_complete, prune
 from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_loader, row_order
+from .keep_best import KeepBest, numbers_of
+from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import TOKEN_STATISTICS, PackedRow, add_scoring_forward, bucket_length, pack
-from .protocol import extract_answer
 from .rewards import RewardCaller, as_conversations
-from .rollout import Completion, Engine, Sampling, sampling_keys
-from .submission import ensure_submission, write_submission
+from .rollout import Completion, Engine
+from .sampling import Sampling, sampling_keys
+from .weights import copy_weights, use_leaf_modules
 
-REFRESH_PARAMETERS = 2**27  # parameters gathered at once under ZeRO-3: 0.27 GB in bf16
 Group = Sequence[Completion]
 
 
@@ -55,8 +54,9 @@ class TrainingRow:
 
 
 class RolloutLoader:
-    """The Trainer's train data loader. Not prepared by accelerate: a prepared loader reads one batch ahead, and every
-    rollout would come from weights one update old. Starts at global_step, so a resumed run redraws nothing."""
+    """The Trainer's train data loader. Not prepared by accelerate: a prepared loader reads one batch ahead,
+    and every rollout would come from weights one update old. Starts at global_step, so a resumed run
+    redraws nothing."""
 
     def __init__(self, trainer: "Qwen2VLGRPOTrainer"):
         self.trainer = trainer
@@ -73,39 +73,62 @@ class RolloutLoader:
 class Qwen2VLGRPOTrainer(Trainer):
     """GRPO on Qwen2-VL.
 
-    `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its weights,
-    `ref_model` is needed with beta > 0 only. `rows` of `data` are trained on. `validation_sets` maps names to data sets and `eval_encoder` shows them
-    as the grader does. The best validated model goes into the folder `submission`, in the files of the folder `base`;
-    without a `submission` it is measured but not kept.
+    `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its
+    weights, `ref_model` is needed with beta > 0 only. `rows` of `data` are trained on. `validation_sets`
+    maps names to data sets and `eval_encoder` shows them as the grader does; without a `keep_best` they are
+    only measured.
     """
 
     def __init__(
-        self, model, args: GRPOArguments, processor, engine: Engine, data: CountingData, rows: Sequence[int],
-        encoder: PromptEncoder, rewards: RewardCaller, validation_sets: dict[str, CountingData], eval_encoder: PromptEncoder,
-        base: Path, submission: Path | None = None, ref_model=None, callbacks: Sequence = (),
-    ):  # fmt: skip
+        self,
+        model,
+        args: GRPOArguments,
+        processor,
+        engine: Engine,
+        data: CountingData,
+        rows: Sequence[int],
+        encoder: PromptEncoder,
+        rewards: RewardCaller,
+        validation_sets: dict[str, CountingData],
+        eval_encoder: PromptEncoder,
+        keep_best: KeepBest | None = None,
+        ref_model=None,
+        callbacks: Sequence = (),
+    ):
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
-        self.base, self.submission, self.best_score = base, submission, -1.0
+        self.keep_best = keep_best
         self.ref_model = add_scoring_forward(ref_model).eval() if ref_model is not None else None
         super().__init__(
-            model=add_scoring_forward(model), args=args, train_dataset=data, eval_dataset=validation_sets or None,
-            processing_class=processor, callbacks=list(callbacks), data_collator=lambda rows: rows,
-        )  # fmt: skip
-        self.model_accepts_loss_kwargs = False  # the Trainer then divides by the accumulation steps; compute_loss multiplies
-        self.loss_settings = LossSettings(
-            args.epsilon, args.epsilon_high or args.epsilon, args.beta, args.use_bias_correction_kl
+            model=add_scoring_forward(model),
+            args=args,
+            train_dataset=data,
+            eval_dataset=validation_sets or None,
+            processing_class=processor,
+            callbacks=list(callbacks),
         )
+        if self.is_deepspeed_enabled and args.hf_deepspeed_config.is_zero3():
+            use_leaf_modules(model)
+        self.model_accepts_loss_kwargs = False  # the Trainer then divides by the accumulation steps
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        self.loss_settings = LossSettings(args.epsilon, high, args.beta, args.use_bias_correction_kl)
         self.sampling = Sampling(
-            False, args.max_completion_length, args.temperature, args.top_p, args.top_k or 0, args.min_p or 0.0
+            greedy=False,
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or 0,
+            min_p=args.min_p or 0.0,
         )
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
-        self.metrics: dict[str, list[float]] = defaultdict(list)  # of the rollouts since the last log line, global
+        self.rollout_logs: list[
+            dict[str, float]
+        ] = []  # of the rollouts since the last log line, of all ranks
         self.rollout_means: dict[str, float] = {}
         self.loss_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
-        self.samples: list[dict] = []  # best and worst completion of each of this rank's groups, for rollouts.jsonl
+        self.samples: list[dict] = []  # best and worst completion of this rank's groups, for rollouts.jsonl
 
-    # --- data: rollouts ---------------------------------------------------------------------------------------------
+    # --- data: rollouts -----------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> RolloutLoader:
         return RolloutLoader(self)
@@ -121,29 +144,44 @@ class Qwen2VLGRPOTrainer(Trainer):
             return [rows[i % len(rows)] for i in range(number * count, (number + 1) * count)]
 
         return prompt_loader(
-            self.train_dataset, self.encoder, rows_of, start=first, stop=-(-args.max_steps // args.updates_per_rollout),
-            rank=args.process_index, world_size=args.world_size, num_workers=args.dataloader_num_workers,
-        )  # fmt: skip
+            self.train_dataset,
+            self.encoder,
+            rows_of,
+            start=first,
+            stop=-(-args.max_steps // args.updates_per_rollout),
+            rank=args.process_index,
+            world_size=args.world_size,
+            num_workers=args.dataloader_num_workers,
+        )
 
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
         started = time.perf_counter()
-        args = self.args
+        args, names = self.args, [reward.name for reward in self.rewards.rewards]
         self.refresh()
         first = args.process_index * len(prompts)
-        keys = sampling_keys(args.seed, number, range(first, first + len(prompts)), args.num_generations)
-        groups = self.engine.generate(prompts, args.num_generations, self.sampling, keys)
-        per_function = self.reward(prompts, groups, first)  # [R, G, F]
-        everyone = self.accelerator.gather(per_function.to(args.device)).cpu()  # [R * world, G, F]
-        weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
-        rewards = combine_rewards(everyone, weights)  # [R * world, G]
-        advantages = group_advantages(rewards, args.scale_rewards)
         own = slice(first, first + len(prompts))
-        self.record(groups, prompts, rewards, everyone)
-        self.keep_samples(number, prompts, groups, per_function, rewards[own], advantages[own])
+        keys = sampling_keys(args.seed, number, range(own.start, own.stop), args.num_generations)
+        groups = self.engine.generate(prompts, args.num_generations, self.sampling, keys)
+
+        own_per_function = self.reward(prompts, groups, first)  # [R, G, F]
+        per_function = self.gather(own_per_function)  # [R * world, G, F]
+        weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
+        rewards = combine_rewards(per_function, weights)  # [R * world, G]
+        advantages = group_advantages(rewards, args.scale_rewards)
         rows = self.build_rows(prompts, groups, advantages[own])
-        self.metrics["time/rollout_s"].append(time.perf_counter() - started)
+
+        numbers = self.gather(completion_numbers(prompts, groups))
+        logs = rollout_metrics(numbers, rewards, per_function, names)
+        logs |= {f"reward_failures/{name}": float(n) for name, n in self.rewards.failures.items()}
+        self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
+        samples = best_and_worst(prompts, groups, own_per_function, rewards[own], advantages[own], names)
+        self.samples += [{"rollout": number, **sample} for sample in samples]
         return rows
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, one behind the other, on the CPU."""
+        return self.accelerator.gather(tensor.to(self.args.device)).cpu()
 
     def reward(self, prompts: list[Prompt], groups: list[Group], first: int) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
@@ -174,7 +212,8 @@ class Qwen2VLGRPOTrainer(Trainer):
         return values
 
     def build_rows(self, prompts: list[Prompt], groups: list[Group], advantages: Tensor) -> list[TrainingRow]:
-        """prompts_per_row groups a row; per update, the tokens and completions of all ranks are the normaliser."""
+        """prompts_per_row groups a row; per update, the tokens and completions of all ranks are the
+        normaliser."""
         args = self.args
         per_row, per_update = args.prompts_per_row, args.prompts_per_row * args.gradient_accumulation_steps
         rows = []
@@ -199,18 +238,28 @@ class Qwen2VLGRPOTrainer(Trainer):
     def build_row(
         self, prompts: list[Prompt], groups: list[Group], advantages: Tensor, update_tokens: int
     ) -> TrainingRow:
-        """advantages [prompts of the row, G]."""
+        """advantages are [prompts of the row, G]."""
         args = self.args
         if not args.beta:
-            # A group without variance has no gradient. One stays even so: every rank runs the same number of rows.
+            # A group without variance has no gradient. One stays even so: every rank runs the same number
+            # of rows.
             live = [i for i, group in enumerate(advantages) if group.any()] or [0]
-            prompts, groups, advantages = [prompts[i] for i in live], [groups[i] for i in live], advantages[live]
+            prompts, groups, advantages = (
+                [prompts[i] for i in live],
+                [groups[i] for i in live],
+                advantages[live],
+            )
         completions = [c for group in groups for c in group]
         lengths = torch.tensor([c.token_ids.numel() for c in completions])  # [C]
         weights = token_weights(
-            lengths, torch.tensor([c.truncated for c in completions]), args.loss_type, args.max_completion_length,
-            bool(args.mask_truncated_completions), args.prompts_per_update * args.num_generations, update_tokens,
-        )  # fmt: skip
+            lengths,
+            torch.tensor([c.truncated for c in completions]),
+            args.loss_type,
+            args.max_completion_length,
+            bool(args.mask_truncated_completions),
+            update_completions=args.prompts_per_update * args.num_generations,
+            update_tokens=update_tokens,
+        )
         packed = self.pack(prompts, groups)
         return TrainingRow(
             packed=packed,
@@ -234,49 +283,17 @@ class Qwen2VLGRPOTrainer(Trainer):
         inputs = row.to(self.args.device).model_inputs()
         return model(**inputs, temperature=self.args.temperature, statistic=statistic).float()
 
-    # --- the rollout copy -------------------------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.model.named_parameters()
-
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the policy into the rollout copy, in place: captured graphs read fixed addresses."""
-        if self.refreshed_at == self.state.global_step:
-            return
-        copy = dict(self.engine.model.named_parameters())
-        part: list[tuple[str, torch.nn.Parameter]] = []
-        for name, parameter in [*self.named_parameters(), ("", None)]:
-            size = sum(_numel(p) for _, p in part)
-            if part and (parameter is None or size + _numel(parameter) > REFRESH_PARAMETERS):
-                with self.gathered([p for _, p in part]):
-                    for n, p in part:
-                        copy[n].copy_(p)
-                part = []
-            part.append((name, parameter))
-        self.refreshed_at = self.state.global_step
+        """Brings the rollout copy up to date with the policy."""
+        if self.refreshed_at != self.state.global_step:
+            copy_weights(self.model, self.engine.model)
+            self.refreshed_at = self.state.global_step
 
-    def gathered(self, parameters: list[torch.nn.Parameter]):
-        if not hasattr(parameters[0], "ds_id"):
-            return nullcontext()
-        from deepspeed import zero
+    # --- the update ---------------------------------------------------------------------------------------
 
-        return zero.GatheredParameters(parameters)
-
-    @torch.no_grad()
-    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in float32 on the CPU, one at a time. A collective under DeepSpeed: all ranks walk through."""
-        for name, parameter in self.named_parameters():
-            full = None
-            if self.is_deepspeed_enabled:
-                from deepspeed.utils import safe_get_full_fp32_param
-
-                full = safe_get_full_fp32_param(parameter)
-            yield name, (parameter if full is None else full).detach().float().cpu()
-
-    # --- the update -------------------------------------------------------------------------------------------------
-
-    def compute_loss(self, model, inputs: TrainingRow, return_outputs=False, num_items_in_batch=None) -> Tensor:
+    def compute_loss(
+        self, model, inputs: TrainingRow, return_outputs=False, num_items_in_batch=None
+    ) -> Tensor:
         logps = model(**inputs.packed.model_inputs(), temperature=self.args.temperature)  # [N]
         loss, sums = grpo_loss(
             logps, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.weights, self.loss_settings
@@ -285,7 +302,8 @@ class Qwen2VLGRPOTrainer(Trainer):
         for name, value in sums.items():
             self.loss_sums[name] += value.to(loss.device)
         self.stop_if_not_finite(loss)
-        # The row's share of the update's loss; data parallelism averages over ranks and the Trainer over rows.
+        # The row's share of the update's loss; data parallelism averages over ranks and the Trainer over
+        # rows.
         return loss * self.args.world_size * self.current_gradient_accumulation_steps
 
     def stop_if_not_finite(self, loss: Tensor) -> None:
@@ -293,7 +311,8 @@ class Qwen2VLGRPOTrainer(Trainer):
         if not bool(finite.all()):
             ranks = (~finite).nonzero().flatten().tolist()
             raise FloatingPointError(
-                f"the loss of update {self.state.global_step + 1} is not finite on rank {ranks}: no weight was changed by it; "
+                f"the loss of update {self.state.global_step + 1} is not finite on rank {ranks}: no "
+                "weight was changed by it; "
                 "see the last lines of rollouts.jsonl, and lower --learning_rate"
             )
 
@@ -306,60 +325,27 @@ class Qwen2VLGRPOTrainer(Trainer):
     def floating_point_ops(self, inputs) -> int:
         return 0
 
-    # --- validation, keep-best, checkpoints -------------------------------------------------------------------------
+    # --- validation, keep-best, checkpoints ---------------------------------------------------------------
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Greedy accuracy under the grader's protocol, on every rank's share; the best so far becomes the submission."""
+    def evaluate(
+        self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Greedy accuracy under the grader's protocol, on every rank's share; the best so far becomes the
+        submission."""
         self.refresh()
         summaries = self.validate()
         score = validation.score(summaries.values())
-        logs = {f"eval_{name}_{k}": v for name, summary in summaries.items() for k, v in _numbers(summary).items()}
+        logs = {
+            f"eval_{name}_{k}": v
+            for name, summary in summaries.items()
+            for k, v in numbers_of(summary).items()
+        }
         logs["eval_score"] = score
         self.log(dict(logs))
-        if self.submission and score > self.best_score:
-            self.submit(score, summaries)
+        if self.keep_best:
+            self.keep_best.offer(self.model, score, summaries, self.state.global_step)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
-
-    def submit(self, score: float, summaries: dict[str, dict]) -> None:
-        """Makes the policy the submission. Rank 0 writes; gathering the weights takes all ranks."""
-        self.best_score = score
-        record = {"recipe": self.args.output_dir, "step": self.state.global_step, "score": score}
-        record["sets"] = {name: _numbers(summary) for name, summary in summaries.items()}
-        if self.args.process_index == 0:
-            write_submission(self.base, self.submission, self.master_weights(), record)
-        else:
-            for _ in self.master_weights():
-                pass
-        self.accelerator.wait_for_everyone()
-
-    def start_submission(self) -> None:
-        """From the first minute a valid model stands in the submission folder: what stands there, else the base. Its
-        score, on this run's validation rows, is the one to beat. The rollout copy holds the base before and after."""
-        kept = [False]
-        if self.args.process_index == 0:
-            kept = [ensure_submission(self.base, self.submission)]
-        broadcast_object_list(kept)
-        base_score = self.start_score("base")
-        self.best_score = base_score
-        if kept[0]:
-            self.load_rollout_copy(self.submission)
-            self.best_score = self.start_score("submission")
-            self.load_rollout_copy(self.base)
-
-    def start_score(self, name: str) -> float:
-        summaries = self.validate()
-        score = validation.score(summaries.values())
-        if self.args.process_index == 0:
-            print(f"{name}: validation score {score:.2f}", flush=True)
-            print(validation.format_table(summaries), flush=True)
-        return score
-
-    @torch.no_grad()
-    def load_rollout_copy(self, folder: Path) -> None:
-        copy = dict(self.engine.model.named_parameters())
-        for name, parameter in load_policy(folder, self.engine.model.dtype).named_parameters():
-            copy[name].copy_(parameter)
 
     def validate(self) -> dict[str, dict]:
         """Summaries of what the rollout copy holds, by validation set."""
@@ -368,9 +354,16 @@ class Qwen2VLGRPOTrainer(Trainer):
         for name, data in self.validation_sets.items():
             rows = validation.pick_rows(len(data), args.eval_limit)
             examples = validation.evaluate(
-                self.engine, self.eval_encoder, data, rows=rows, batch_size=args.per_device_eval_batch_size,
-                rank=args.process_index, world_size=args.world_size, num_workers=args.dataloader_num_workers, name=name,
-            )  # fmt: skip
+                self.engine,
+                self.eval_encoder,
+                data,
+                rows=rows,
+                batch_size=args.per_device_eval_batch_size,
+                rank=args.process_index,
+                world_size=args.world_size,
+                num_workers=args.dataloader_num_workers,
+                name=name,
+            )
             summaries[name] = validation.summarize(validation.gather_examples(examples))
         return summaries
 
@@ -385,84 +378,30 @@ class Qwen2VLGRPOTrainer(Trainer):
 
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """The Trainer's own loads the file's names (`visual.…`) into the module's (`model.visual.…`) without strictness:
-        nothing arrives, and the run goes on from the base. DeepSpeed restores its engine elsewhere."""
+        """The Trainer's own loads the file's names (`visual.…`) into the module's (`model.visual.…`)
+        without strictness: nothing arrives, and the run goes on from the base. DeepSpeed restores its
+        engine elsewhere."""
         loaded = dict(load_policy(resume_from_checkpoint, torch.float32).named_parameters())
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.copy_(loaded[name])
 
-    # --- log --------------------------------------------------------------------------------------------------------
-
-    def record(self, groups: list[Group], prompts: list[Prompt], rewards: Tensor, per_function: Tensor) -> None:
-        """Metrics of a rollout, over all ranks. rewards [R, G] and per_function [R, G, F] are global already."""
-        flat = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
-        answers = [extract_answer(c.text) for _, c in flat]
-        local = torch.tensor(
-            [
-                [
-                    float(c.token_ids.numel()),
-                    float(a is not None),
-                    float(c.truncated),
-                    float(a == p.columns["answer"]),
-                    float(-c.logps.mean()),
-                ]
-                for (p, c), a in zip(flat, answers, strict=True)
-            ],
-            device=self.args.device,
-        )  # [R * G, 5]
-        everyone = self.accelerator.gather(local).cpu()  # [R * world * G, 5]
-        names = ("completions/mean_length", "completions/parsed", "completions/truncated", "completions/correct", "entropy")
-        for name, value in zip(names, everyone.mean(0).tolist(), strict=True):
-            self.metrics[name].append(value)
-        self.metrics["completions/max_length"].append(float(everyone[:, 0].max()))
-        for i, reward in enumerate(self.rewards.rewards):
-            self.metrics[f"rewards/{reward.name}"].append(float(per_function[..., i].nanmean()))
-            self.metrics[f"reward_failures/{reward.name}"].append(float(self.rewards.failures[reward.name]))
-        self.metrics["reward"].append(float(rewards.nanmean()))
-        spread = rewards.nan_to_num().std(dim=1)  # [R * world]
-        self.metrics["reward_std"].append(float(spread.mean()))
-        correct = everyone[:, 3].view(rewards.shape)
-        flat = spread == 0
-        self.metrics["zero_variance"].append(float(flat.float().mean()))
-        self.metrics["zero_variance/all_right"].append(float((flat & correct.bool().all(1)).float().mean()))
-        self.metrics["zero_variance/all_wrong"].append(float((flat & ~correct.bool().any(1)).float().mean()))
-
-    def keep_samples(
-        self, number: int, prompts: list[Prompt], groups: list[Group], per_function: Tensor, rewards: Tensor,
-        advantages: Tensor,
-    ) -> None:  # fmt: skip
-        names = [reward.name for reward in self.rewards.rewards]
-        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            order = rewards[i].nan_to_num(-torch.inf).argsort()
-            for label, j in (("worst", int(order[0])), ("best", int(order[-1]))):
-                values = dict(zip(names, per_function[i, j].tolist(), strict=True))
-                self.samples.append(
-                    {"rollout": number, "row": prompt.row, "question": prompt.columns["question"],
-                     "answer": prompt.columns["answer"], "which": label, "text": group[j].text, "rewards": values,
-                     "advantage": round(float(advantages[i, j]), 4), "tokens": group[j].token_ids.numel(),
-                     "truncated": group[j].truncated}
-                )  # fmt: skip
+    # --- log ----------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and "train_loss" not in logs:
-            if self.metrics:  # a later update of the same rollout shows that rollout's numbers again
-                self.rollout_means = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+            if self.rollout_logs:  # a later update of the same rollout shows that rollout's numbers again
+                logged = self.rollout_logs
+                self.rollout_means = {k: sum(log[k] for log in logged) / len(logged) for k in logged[0]}
             logs |= self.rollout_means
-            totals = {name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()}
+            totals = {
+                name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()
+            }
             tokens = max(1.0, totals.get("tokens", 0.0))
             logs["clip_share"], logs["logps_gap"] = totals["clipped"] / tokens, totals["gap"] / tokens
             if "kl" in totals:
                 logs["kl"] = totals["kl"] / tokens
-            self.metrics.clear()
+            self.rollout_logs = []
             self.loss_sums.clear()
         seen = self.state.global_step * self.args.prompts_per_rollout / self.args.updates_per_rollout
         self.state.epoch = seen / len(self.train_rows)
         super().log(logs, start_time)
-
-
-def _numel(parameter: torch.nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def _numbers(summary: dict) -> dict[str, float]:
-    return {k: v for k, v in summary.items() if isinstance(v, int | float)}

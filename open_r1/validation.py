@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from open_r1.data_loader import prompt_loader
 from open_r1.protocol import EVAL_TEMPLATE, MAX_NEW_TOKENS, extract_answer
-from open_r1.rollout import Sampling
+from open_r1.sampling import Sampling
 
 GREEDY = Sampling(greedy=True, max_new_tokens=MAX_NEW_TOKENS)
 

@@ -35,6 +35,7 @@ def main() -> None:
     from transformers import TrainerCallback
 
     from open_r1 import grpo
+    from open_r1.weights import master_weights
 
     trainers, updates = [], []
 
@@ -71,11 +72,11 @@ def main() -> None:
     grpo.main()
 
     trainer = trainers[0]
-    masters = dict(trainer.master_weights())
+    masters = dict(master_weights(trainer.model))
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
         torch.save(
-            {"gradients": updates, "masters": masters, "rope": rope.clone(), "best": trainer.best_score}, path
+            {"gradients": updates, "masters": masters, "rope": rope.clone(), "best": trainer.keep_best.best_score}, path
         )
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from open_r1.packing import add_scoring_forward, bucket_length, pack
-from open_r1.rollout import FastEngine, Sampling, TransformersEngine, sampling_keys
+from open_r1.rollout import FastEngine, TransformersEngine
+from open_r1.sampling import Sampling, sampling_keys
 from tests.prompts import make_prompts, separate_logps
 from tests.tiny import tiny_model, tiny_processor
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from trl import ModelConfig, TrlParser
 
-from open_r1 import grpo, validation
+from open_r1 import grpo, keep_best, validation
 from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
 from open_r1.checkpoint import load_policy
 from open_r1.grpo import accuracy_reward, format_reward, reward_funcs_registry
@@ -26,6 +26,7 @@ from open_r1.rewards import (
     try_rewards,
 )
 from open_r1.submission import read_record
+from open_r1.weights import master_weights
 from tests.test_distributed import make_rows
 from tests.tiny import save_public_form, tiny_tokenizer
 
@@ -225,7 +226,7 @@ def test_resumed_equals_uninterrupted(folder, tmp_path):
         lines(tmp_path / "whole/logs.jsonl")
     )
     assert lines(tmp_path / "parts/rollouts.jsonl") == lines(tmp_path / "whole/rollouts.jsonl")
-    for (name, a), (_, b) in zip(whole.master_weights(), parts.master_weights(), strict=True):
+    for (name, a), (_, b) in zip(master_weights(whole.model), master_weights(parts.model), strict=True):
         assert torch.equal(a, b), name
 
 
@@ -250,20 +251,24 @@ def give_scores(monkeypatch, *scores: float) -> None:
 def test_validation_keeps_the_best_in_the_submission(folder, tmp_path, monkeypatch):
     """The model of the first validation stands there at the end, rounded from its masters."""
     masters = []
+
+    def keep(tensors):
+        tensors = [(name, tensor.clone()) for name, tensor in tensors]
+        masters.append(dict(tensors))
+        return tensors
+
     give_scores(monkeypatch, 10.0, 30.0, 20.0)  # base, first update, second update
-    original = grpo.Qwen2VLGRPOTrainer.submit
+    write = keep_best.write_submission
     monkeypatch.setattr(
-        grpo.Qwen2VLGRPOTrainer, "submit",
-        lambda self, *a: (
-            masters.append({n: w.clone() for n, w in self.master_weights()}), original(self, *a)
-        ),
+        keep_best, "write_submission",
+        lambda base, submission, tensors, record: write(base, submission, keep(tensors), record),
     )  # fmt: skip
     trainer = run(
         folder, tmp_path / "out", "--max_steps", 2, "--val_dataset", folder / "val",
         "--eval_strategy", "steps", "--eval_steps", 1, "--submission_dir", tmp_path / "submission",
         "--save_strategy", "no",
     )  # fmt: skip
-    assert trainer.best_score == 30.0 and len(masters) == 1
+    assert trainer.keep_best.best_score == 30.0 and len(masters) == 1
     assert read_record(tmp_path / "submission")["step"] == 1
     for name, parameter in load_policy(tmp_path / "submission", torch.bfloat16).named_parameters():
         assert torch.equal(parameter, masters[0][name].bfloat16()), name
@@ -280,7 +285,7 @@ def test_a_better_submission_is_not_replaced(folder, tmp_path, monkeypatch):
         "--eval_strategy", "steps", "--eval_steps", 1, "--submission_dir", submission,
         "--save_strategy", "no",
     )  # fmt: skip
-    assert trainer.best_score == 50.0
+    assert trainer.keep_best.best_score == 50.0
     assert {file.name: file.read_bytes() for file in submission.iterdir()} == before
     base = load_policy(folder / "base", torch.float32)
     rolled_out = dict(trainer.engine.model.named_parameters())

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from open_r1.packing import add_scoring_forward, pack
-from open_r1.rollout import (
-    FastEngine,
-    Sampling,
-    TransformersEngine,
-    filter_probs,
-    keyed_uniform,
-    sampling_keys,
-)
+from open_r1.rollout import FastEngine, TransformersEngine
+from open_r1.sampling import Sampling, filter_probs, keyed_uniform, sampling_keys
 from tests.prompts import make_prompts
 from tests.tiny import TOKEN_ID, tiny_model, tiny_processor
 

@@ -369,14 +369,21 @@ def test_in_place_shards_change_names_and_back(forms, form, sub, no_exchange):
 @pytest.mark.parametrize("before, after", [FORMS[:2], FORMS[1::-1], (FORMS[2], FORMS[0])])
 def test_in_place_over_a_model_in_other_files(forms, before, after, sub, no_exchange):
     shutil.copytree(forms[before], sub)
+    (sub / ".mounted").touch()
     (sub / "notes.txt").write_text("mine")
     assert ensure_submission(forms[after], sub) is True
     write_submission(forms[after], sub, values(1).items(), {"score": 0.1})
     assert is_valid_model(sub) is None and seed_of(sub) == 1
-    assert {p.name for p in sub.glob("*.safetensors")} == {p.name for p in forms[after].glob("*.safetensors")}
-    assert (sub / INDEX).exists() == (forms[after] / INDEX).exists()
-    assert (sub / "notes.txt").read_text() == "mine"
-    assert contents(sub.with_name("submission.previous")) == contents(forms[before]) | {"notes.txt": b"mine"}
+    old, new = contents(forms[after]), contents(sub)
+    assert new.pop(".mounted") == b"" and old.keys() == new.keys()
+    assert all(old[name] == new[name] for name in old if not name.endswith(".safetensors"))
+    extras = {"notes.txt": b"mine", ".mounted": b""}
+    assert contents(sub.with_name("submission.previous")) == contents(forms[before]) | extras
+    (sub / "notes.txt").write_text("another")  # a note beside our own model
+    write_submission(forms[after], sub, values(2).items(), {"score": 0.2})
+    assert (sub.with_name("submission.previous1") / "notes.txt").read_text() == "another"
+    names = {path.name.replace(".b.safetensors", ".safetensors") for path in sub.iterdir()}
+    assert names == old.keys() | {".mounted"}
 
 
 # Kills
@@ -463,18 +470,26 @@ def values_slowly(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield pair
 
 
-@pytest.mark.parametrize("form", ["public", "library"])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    "before, after, in_place",
+    [
+        ("public", "public", False),
+        ("public", "public", True),
+        ("library", "library", True),
+        ("library", "public", True),
+        ("library in shards", "library", True),
+    ],
+)
 def test_a_kill_leaves_the_old_model_or_the_new(
-    forms, form, in_place, tmp_path, monkeypatch, no_fsync, request
+    forms, before, after, in_place, tmp_path, monkeypatch, no_fsync, request
 ):
     if in_place:
         request.getfixturevalue("no_exchange")
-    base, folder = forms[form], tmp_path / "out"
+    base, folder = forms[after], tmp_path / "out"
     sub, seen = folder / "submission", set()
     old = tmp_path / "old"
     companions = [path for path in base.iterdir() if path.suffix != ".safetensors" and path.name != INDEX]
-    write_submission(base, old, values(1).items(), {"score": 1})
+    write_submission(forms[before], old, values(1).items(), {"score": 1})
 
     def prepare():
         folder.mkdir()
@@ -491,10 +506,12 @@ def test_a_kill_leaves_the_old_model_or_the_new(
     def check(done):
         stands = seed_of(sub), (read_record(sub) or {}).get("score")
         assert stands == (2, 2) if done else stands in {(1, 1), (2, None), (2, 2)}
-        assert all((sub / file.name).read_bytes() == file.read_bytes() for file in companions)
+        if done or before == after:
+            assert all((sub / file.name).read_bytes() == file.read_bytes() for file in companions)
         seen.add(stands)
         action()  # and the next write succeeds and tidies up
         assert read_record(sub) == {"score": 2}
+        assert not (sub / ".model.safetensors.tmp").exists()
         names = {path.name.partition(".previous")[0] for path in folder.iterdir()}
         assert names == {"submission", "submission.record.json"}
 

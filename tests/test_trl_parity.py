@@ -12,7 +12,8 @@ from open_r1.checkpoint import load_policy
 from open_r1.data import PromptEncoder, load_processor, load_rows
 from open_r1.protocol import EVAL_TEMPLATE
 from open_r1.rewards import RewardCaller, resolve_rewards
-from open_r1.rollout import Engine, Sampling
+from open_r1.rollout import Engine
+from open_r1.sampling import Sampling
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from tests.tiny import EOS, noise_image, save_public_form
 
