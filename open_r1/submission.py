@@ -203,10 +203,14 @@ def _rounded_bytes(name: str, tensor: Tensor, slot: Slot) -> memoryview:
 
 
 def holds_something(submission: Path) -> bool:
-    """False for a folder that is missing, empty (hidden files and lost+found apart), or was never filled."""
+    """False for a folder that is missing, empty but for hidden files and lost+found, or was never filled."""
     if not submission.is_dir() or (submission / UNFILLED).exists():
         return False
-    return any(entry.name[0] != "." and entry.name != "lost+found" for entry in submission.iterdir())
+    return any(not _is_left_alone(entry.name) for entry in submission.iterdir())
+
+
+def _is_left_alone(name: str) -> bool:
+    return name.startswith(".") or name == "lost+found"
 
 
 def _check_room(base: Path, submission: Path, copies: int) -> None:
@@ -263,14 +267,15 @@ def _install(new: Path, submission: Path) -> None:
             (submission / UNFILLED).unlink()
     else:
         ours = read_record(submission) is not None
+        extras = _extras(submission, new)
         previous = _free_name(submission)
-        beside = new if ours and not _extras(submission, new) else new.rename(previous)
+        beside = new if ours and not extras else new.rename(previous)
         try:
             _exchange(beside, submission)
         except OSError:  # a mount point, or a file system without the call
             beside.rename(new)
-            if not ours:
-                shutil.copytree(submission, previous)
+            if not ours or not all(map(_is_left_alone, extras)):
+                shutil.copytree(submission, previous, ignore=shutil.ignore_patterns("lost+found"))
             _replace_in_place(new, submission)
     fsync(submission.parent)
 
@@ -286,9 +291,10 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _replace_in_place(new: Path, submission: Path) -> None:
-    """Switch the model inside a folder, by the rename of one file: the index, or the single weight file.
+    """Switch the model inside a folder, by a change of one name: the index's, or the single weight file's.
 
     Shards come under names that the standing index does not use, so that they are nobody's until the switch.
+    Whatever is not of the new model is deleted then.
     """
     fresh = weight_files(new)
     standing = weight_files(submission) if holds_something(submission) else []
@@ -311,11 +317,11 @@ def _replace_in_place(new: Path, submission: Path) -> None:
             content["weight_map"] = {key: names[file] for key, file in content["weight_map"].items()}
             index = json.dumps(content, indent=2).encode()
         write_atomically(submission / INDEX, index)
-    else:
-        (submission / INDEX).unlink(missing_ok=True)
-    # A single file is read before an index is: where one stood, its removal is the switch.
-    for file in {*standing, *fresh, *map(_other_name, fresh)} - set(names.values()):
-        (submission / file).unlink(missing_ok=True)
+    # Where a single file stood, it was read rather than the index until now, when it goes.
+    kept = {path.name for path in new.iterdir()} - set(fresh) | set(names.values())
+    for entry in submission.iterdir():
+        if entry.is_file() and entry.name not in kept and not _is_left_alone(entry.name):
+            entry.unlink()
     fsync(submission)
 
 
@@ -326,8 +332,7 @@ def _other_name(shard: str) -> str:
 def _extras(submission: Path, new: Path) -> set[str]:
     """What stands beside our model and is not of it: somebody's notes."""
     known = {INDEX, *weight_files(submission)}
-    for path in new.iterdir():
-        known |= {path.name, _other_name(path.name), f".{path.name}.tmp", f".{_other_name(path.name)}.tmp"}
+    known |= {name for path in new.iterdir() for name in (path.name, _other_name(path.name))}
     return {entry.name for entry in submission.iterdir()} - known
 
 
