@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import Qwen2VLProcessor
 
 from open_r1.data import CountingData, DataError, decode, describe, is_main_process, refuse_special_tokens
+from open_r1.data_loader import leave_process_group
 
 CHUNK = 128  # rows a worker process answers for at a time
 MAX_ASPECT_RATIO = 200  # of the image processor
@@ -236,7 +237,7 @@ def _map_rows(
         chunks,
         batch_size=None,
         num_workers=min(num_workers, len(chunks)),
-        worker_init_fn=_yield_to_training,
+        worker_init_fn=_stand_back,
         generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )
     hidden = name is None or not is_main_process()
@@ -250,5 +251,6 @@ def _one_by_one(chunks: Iterator[list[tuple[int, Any]]], bar: tqdm) -> Iterator[
             yield from chunk
 
 
-def _yield_to_training(worker: int) -> None:
+def _stand_back(worker: int) -> None:
+    leave_process_group(worker)
     os.nice(10)

@@ -1,5 +1,6 @@
 """Which rows a rollout has, and their prompts, encoded ahead of time."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -57,9 +58,18 @@ def prompt_loader(
         batch_size=None,  # one share is one item
         num_workers=num_workers,
         prefetch_factor=1,  # a worker is one rollout ahead
+        worker_init_fn=leave_process_group,
         generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )
     return map(_from_shared, loader)
+
+
+def leave_process_group(worker: int) -> None:
+    """Ctrl-C, or a signal to a group, must not end a worker before the trainer, which finishes its update.
+
+    A worker that ignores the signals would not do: its trainer ends it by SIGTERM, and would wait for ever.
+    """
+    os.setpgrp()
 
 
 class _Rollouts(Dataset):

@@ -131,6 +131,14 @@ def test_what_cannot_be_shared_equally_is_refused(rows):
         load(rows, num_workers=0, world_size=3)
 
 
+def test_a_signal_to_the_process_group_spares_the_workers(rows):
+    loader = prompt_loader(rows, encoder(), lambda r: [r], start=0, stop=9, num_workers=2)
+    next(loader)
+    next(loader)
+    groups = {os.getpgid(worker.pid) for worker in multiprocessing.active_children()}
+    assert len(groups) == 2 and os.getpgrp() not in groups
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_row_stops_the_loader_by_name(num_workers, tmp_path):
     table([encoded(noise_image(0, 40, 40)), b"broken"]).save_to_disk(tmp_path / "rows")
