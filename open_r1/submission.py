@@ -7,16 +7,13 @@ and exchanged with it in one step; its record, `<submission>.record.json`, follo
 import ctypes
 import errno
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from .checkpoint import (
@@ -35,55 +32,6 @@ from .checkpoint import (
 # Other weight files of the base stay behind: they would hold the old values.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 UNFILLED = ".unfilled"  # in a folder that held nothing, while the base is copied into it
-
-
-class Submission:
-    """The submission of a run, the same on every rank: rank 0 writes, and all of them raise what it raises.
-
-    `best_score` is the score of the model that stands there, as far as its record tells (else -inf).
-    """
-
-    def __init__(self, base: str | Path, folder: str | Path):
-        self.base, self.folder = Path(base), Path(folder)
-        self.best_score = -math.inf
-
-    def ensure(self) -> bool:
-        """See ensure_submission. True when a model stood there: measure it on this run's rows."""
-
-        def action() -> tuple[bool, dict | None]:
-            return ensure_submission(self.base, self.folder), read_record(self.folder)
-
-        kept, record = self._on_rank_0(action)
-        self.best_score = (record or {}).get("score", -math.inf)
-        return kept
-
-    def write(self, tensors: Iterable[tuple[str, Tensor]], record: dict) -> None:
-        """See write_submission. To be called on every rank; `record` has a "score"."""
-        tensors = iter(tensors)
-        self._on_rank_0(lambda: write_submission(self.base, self.folder, tensors, record), along=tensors)
-        self.best_score = record["score"]
-
-    def measured(self, record: dict) -> None:
-        """Put down what the model that stands there scores."""
-        self._on_rank_0(lambda: write_record(self.folder, record))
-        self.best_score = record["score"]
-
-    @staticmethod
-    def _on_rank_0(action: Callable, along: Iterable = ()):
-        """What `action` returns on rank 0, on all ranks; the others run through `along` meanwhile."""
-        result = fault = None
-        if PartialState().is_main_process:
-            try:
-                result = action()
-            except Exception as error:
-                fault = error
-        else:
-            for _ in along:
-                pass
-        result, message = broadcast_object_list([result, fault and str(fault)])
-        if message is not None:
-            raise fault or ValueError(f"On rank 0: {message}")
-        return result
 
 
 def ensure_submission(base: str | Path, submission: str | Path) -> bool:
@@ -114,7 +62,7 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
         for file in weight_files(base):
             shutil.copyfile(base / file, new / file)
         _install(new, submission)
-        write_record(submission, {"recipe": "base", "step": 0})
+        _write_record(submission, {"recipe": "base", "step": 0})
     return False
 
 
@@ -135,7 +83,7 @@ def write_submission(
             _copy_companions(base, new)
             _write_tensors(base, new, tensors)
             _install(new, submission)
-            write_record(submission, record)
+            _write_record(submission, record)
     except Exception:
         for _ in tensors:
             pass
@@ -267,7 +215,7 @@ def _install(new: Path, submission: Path) -> None:
             (submission / UNFILLED).unlink()
     else:
         ours = read_record(submission) is not None
-        extras = _extras(submission, new)
+        extras = _extras(submission, new) if ours else set()
         previous = _free_name(submission)
         beside = new if ours and not extras else new.rename(previous)
         try:
@@ -341,7 +289,7 @@ def _free_name(submission: Path) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def write_record(submission: Path, record: dict) -> None:
+def _write_record(submission: Path, record: dict) -> None:
     content = record | {"weights": _fingerprint(submission)}
     write_atomically(record_path(submission), json.dumps(content, indent=2).encode())
 

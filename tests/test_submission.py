@@ -2,7 +2,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import sys
 import traceback
 import weakref
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from open_r1 import submission as module
 from open_r1.checkpoint import is_valid_model, load_policy
-from open_r1.submission import Submission, ensure_submission, read_record, record_path, write_submission
+from open_r1.submission import ensure_submission, read_record, record_path, write_submission
 from tests.test_checkpoint import FORMS, put_nan, record_fsync, run_python, save_form, truncate_shard
 from tests.tiny import save_public_form, tiny_config, tiny_model, tiny_processor
 
@@ -413,10 +411,11 @@ def kill_at(count: int) -> None:
     sys.addaudithook(hook)  # cannot be taken away again: for forked processes only
 
 
-def fork(action: Callable) -> int:
+def status_of(action: Callable) -> int:
+    """Run `action` in a forked child and wait for it."""
     child = os.fork()
     if child:
-        return child
+        return os.waitpid(child, 0)[1]
     try:
         torch.set_num_threads(1)  # the pool of threads is not forked along
         action()
@@ -424,10 +423,6 @@ def fork(action: Callable) -> int:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-
-
-def wait_for(child: int) -> int:
-    return os.waitpid(child, 0)[1]
 
 
 def survive_every_kill(folder: Path, prepare: Callable, action: Callable, check: Callable) -> int:
@@ -441,7 +436,7 @@ def survive_every_kill(folder: Path, prepare: Callable, action: Callable, check:
     for count in range(200):
         shutil.rmtree(folder, ignore_errors=True)
         prepare()
-        status = wait_for(fork(functools.partial(child, count)))
+        status = status_of(functools.partial(child, count))
         assert status in (0, signal.SIGKILL)
         check(status == 0)
         if status == 0:
@@ -574,45 +569,7 @@ def test_everything_is_on_disk_before_the_switch(base, sub, in_place, monkeypatc
     assert synced[-1] == "out"
 
 
-# Ranks and versions
-
-
-def test_the_class_keeps_the_score(base, sub):
-    submission = Submission(base, sub)
-    assert submission.ensure() is False and submission.best_score == float("-inf")
-    submission.measured({"score": 0.4, "rows": 200})
-    assert submission.best_score == 0.4 and read_record(sub) == {"score": 0.4, "rows": 200}
-    submission.write(values(1).items(), {"score": 0.5})
-    assert submission.best_score == 0.5
-    again = Submission(base, sub)
-    assert again.ensure() is True and again.best_score == 0.5
-
-
-def run_rank(rank: int, port: int, base: Path, sub: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    PartialState._reset_state()
-    assert PartialState(backend="gloo", cpu=True).num_processes == 2
-    submission = Submission(base, sub)
-    assert submission.ensure() is False
-    stream = iter(values(1).items())
-    submission.write(stream, {"score": 0.5})
-    assert next(stream, None) is None and submission.best_score == 0.5
-    wrong = values(2)
-    wrong[NORM][0] = torch.nan
-    stream = iter(wrong.items())
-    with pytest.raises(ValueError, match="not finite"):
-        submission.write(stream, {"score": 0.6})
-    assert next(stream, None) is None and submission.best_score == 0.5
-
-
-def test_rank_0_writes_and_the_other_runs_along_and_hears_of_faults(base, sub):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [fork(lambda rank=rank: run_rank(rank, port, base, sub)) for rank in (0, 1)]
-    assert [wait_for(child) for child in ranks] == [0, 0]
-    assert seed_of(sub) == 1 and read_record(sub) == {"score": 0.5}
+# Versions
 
 
 OTHER = "OTHER_TRANSFORMERS"
