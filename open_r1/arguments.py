@@ -5,6 +5,7 @@ trainer does not honour is refused instead of ignored.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig
@@ -186,6 +187,11 @@ def _not_honoured(values: object, config: type, honoured: set[str], reason: str)
     return faults
 
 
+def _inside(folder: str, outer: str) -> bool:
+    folder, outer = Path(folder).resolve(), Path(outer).resolve()
+    return folder == outer or outer in folder.parents
+
+
 def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str]]:
     accumulation, per_rollout = args.gradient_accumulation_steps, args.updates_per_rollout
     evaluates = bool(recipe.val_dataset or recipe.ood_val_dataset)
@@ -266,6 +272,12 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
             f"--submission_dir {recipe.submission_dir} without validation: the best model cannot be "
             "known; set --val_dataset "
             "or --ood_val_dataset and --eval_strategy steps",
+        ),
+        (
+            bool(recipe.submission_dir) and _inside(args.output_dir, recipe.submission_dir),
+            f"--output_dir {args.output_dir} lies in --submission_dir {recipe.submission_dir}: the "
+            "submission holds a model "
+            "and nothing else; set another --output_dir",
         ),
         (
             bool(args.save_only_model) and args.save_strategy != "no",

@@ -185,6 +185,8 @@ def usable_rows(
         # Only decoding finds a file cut short, and dropping it must come before the order of rows is drawn.
         bad = check_rows(data, processor, full=recipe.check_data or recipe.skip_bad_rows)
         kept = good_rows(data, bad, skip_bad_rows=recipe.skip_bad_rows, out=out)
+        for validation in validation_sets.values():
+            good_rows(validation, check_rows(validation, processor), skip_bad_rows=False, out=out)
         kept, shared = drop_overlap(data, list(validation_sets.values()), rows=kept)
         print(
             f"{len(kept):,} of {len(data):,} training rows: {len(bad)} bad, {shared} share an image "

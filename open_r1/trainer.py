@@ -24,7 +24,7 @@ from transformers import Trainer
 from . import validation
 from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss, token_weights
 from .arguments import GRPOArguments
-from .checkpoint import load_policy, mark_complete, prune
+from .checkpoint import load_policy, mark_complete, mark_incomplete, prune
 from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_loader, row_order
 from .keep_best import KeepBest, numbers_of
@@ -368,10 +368,12 @@ class Qwen2VLGRPOTrainer(Trainer):
         return summaries
 
     def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.process_index == 0:
+            mark_incomplete(folder)  # it may be written over an older one
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.process_index == 0:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             mark_complete(folder, {"step": self.state.global_step, "world_size": self.args.world_size})
             prune(Path(self.args.output_dir), keep=2)
         self.accelerator.wait_for_everyone()

@@ -155,6 +155,7 @@ FLAGS = (
         (("--save_only_model", "true"), "--save_only_model"),
         (("--rollout_engine", "vllm"), "--rollout_engine vllm"),
         (("--prompt_mix", 1.5), "--prompt_mix 1.5"),
+        (("--submission_dir", "o"), "--output_dir o lies in --submission_dir o"),
     ],
 )
 def test_bad_flags_are_refused_in_one_sentence(flags, sentence):
