@@ -215,7 +215,8 @@ def derived_numbers(args: GRPOArguments, num_rows: int, validation_rows: dict[st
         "training rows": f"{num_rows:,}",
         "validation rows": ", ".join(f"{name} {n:,}" for name, n in validation_rows.items()) or "none",
         "an update": f"{per_update} prompts x {args.num_generations} completions, "
-        f"in {args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} processes",
+        f"in {args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} "
+        "processes",
         "a rollout": f"{args.prompts_per_rollout} prompts, {args.updates_per_rollout} updates",
         "the run": f"{args.max_steps:,} updates, {epochs:.2f} epochs",
         "compute": f"{'bf16' if args.bf16 else 'float32'} on {args.device.type}, float32 master weights",

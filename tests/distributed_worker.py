@@ -75,9 +75,8 @@ def main() -> None:
     masters = dict(master_weights(trainer.model))
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
-        torch.save(
-            {"gradients": updates, "masters": masters, "rope": rope.clone(), "best": trainer.keep_best.best_score}, path
-        )
+        best = trainer.keep_best.best_score
+        torch.save({"gradients": updates, "masters": masters, "rope": rope.clone(), "best": best}, path)
 
 
 if __name__ == "__main__":
