@@ -11,6 +11,7 @@ Legend
   C  completions of a row               N  their tokens
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -315,6 +316,16 @@ class Qwen2VLGRPOTrainer(Trainer):
                 "weight was changed by it; "
                 "see the last lines of rollouts.jsonl, and lower --learning_rate"
             )
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Looked at before the optimizer steps; DeepSpeed has stepped by now, or has skipped the step in silence."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if not math.isfinite(norm) or self.accelerator.optimizer_step_was_skipped:
+            raise FloatingPointError(
+                f"the gradient of update {self.state.global_step + 1} is not finite (norm {float(norm)}): no weight was "
+                "changed by it; see the last lines of rollouts.jsonl, and lower --learning_rate"
+            )
+        return norm
 
     def _prepare_inputs(self, inputs: TrainingRow) -> TrainingRow:
         return inputs.to(self.args.device)

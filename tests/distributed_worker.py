@@ -25,6 +25,19 @@ def start_deepspeed_on_cpu() -> None:
     PartialState(backend="gloo")
 
 
+def count_gathers_of(head, parameters, count: list[int]) -> None:
+    """Counts how often ZeRO-3 gathers `head`; any parameter's method may be asked to gather a list of them."""
+    for parameter in parameters:
+        for member in ("all_gather", "all_gather_coalesced"):
+
+            def counted(*args, own=parameter, original=getattr(parameter, member), **kwargs):
+                listed = args[0] if args else kwargs.get("param_list") or [own]
+                count[0] += any(one is head for one in listed)
+                return original(*args, **kwargs)
+
+            setattr(parameter, member, counted)
+
+
 def main() -> None:
     kind, path = sys.argv[1], Path(sys.argv[2])
     del sys.argv[1:3]
@@ -34,10 +47,10 @@ def main() -> None:
 
     from transformers import TrainerCallback
 
-    from open_r1 import grpo
+    from open_r1 import grpo, packing
     from open_r1.weights import master_weights
 
-    trainers, updates = [], []
+    trainers, updates, head_gathered, gathered_now = [], [], [], [0]
 
     class Watch(TrainerCallback):
         """Gradients of all ranks together, before clipping."""
@@ -54,6 +67,13 @@ def main() -> None:
                     return step(*a, **k)
 
                 engine.step = keep_then_step
+                packing.LOGITS_CHUNK = 4
+                model = trainers[0].model
+                count_gathers_of(model.lm_head.weight, model.parameters(), gathered_now)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            head_gathered.append(gathered_now[0])
+            gathered_now[0] = 0
 
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if kind != "zero":
@@ -75,8 +95,8 @@ def main() -> None:
     masters = dict(master_weights(trainer.model))
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
-        best = trainer.keep_best.best_score
-        torch.save({"gradients": updates, "masters": masters, "rope": rope.clone(), "best": best}, path)
+        result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "head_gathered": head_gathered}
+        torch.save(result | {"best": trainer.keep_best.best_score}, path)
 
 
 if __name__ == "__main__":
