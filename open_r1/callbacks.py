@@ -66,7 +66,7 @@ class StepLine(TrainerCallback):
             f"{state.global_step:>{width}}/{state.max_steps} "
             f"{state.global_step / state.max_steps:4.0%} ETA {eta}"
             f" | reward {logs['reward']:.3f} ±{logs['reward_std']:.3f}"
-            f" | same: right {logs['zero_variance/all_right']:4.0%} wrong "
+            f" | zero-var: right {logs['zero_variance/all_right']:4.0%} wrong "
             f"{logs['zero_variance/all_wrong']:4.0%}"
             f" | tokens {logs['completions/mean_length']:5.1f} parsed {logs['completions/parsed']:4.0%}"
             f" cut {logs['completions/truncated']:3.0%}"

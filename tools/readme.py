@@ -1,4 +1,4 @@
-"""Fills the results of README.md from the committed JSON files, between its <!-- name --> and <!-- end name --> marks.
+"""Fills the results of README.md, between its <!-- name --> marks, from the committed JSON files.
 
     python tools/readme.py            write README.md
     python tools/readme.py --check    exit code 1 when README.md does not say what the JSON files say
@@ -33,15 +33,15 @@ def h200() -> str:
     lines = ["| on one H200, zero3.json, random weights of the real shape, 480x320 images | |", "|---|---|"]
     prompts = f"{run['prompts']} prompts x {run['generations']} completions"
     lines += [
-        f"| an update of {prompts}, {run['new_tokens']} new tokens (median of 20) | {seconds['median']} s: rollout "
-        f"{seconds['rollout']} s, update {seconds['update']} s |",
+        f"| an update of {prompts}, {run['new_tokens']} new tokens (median of 20) | {seconds['median']} s: "
+        f"rollout {seconds['rollout']} s, update {seconds['update']} s |",
         f"| the first update, which compiles | {seconds['first']} s |",
         f"| mean gap between rollout and trainer log-probs (bf16) | {run['gap_of_log_probs']} |",
     ]
     for name, value in peak.items():
         lines.append(
-            f"| peak at 256 new tokens, `--{name}`, all optimizer states on this one card | {value['allocated']} GiB "
-            f"allocated, {value['reserved']} GiB reserved |"
+            f"| peak at 256 new tokens, `--{name}`, all optimizer states on this one card | "
+            f"{value['allocated']} GiB allocated, {value['reserved']} GiB reserved |"
         )
     return "\n".join([*lines, "", f"Commit {run['commit']}, {run['date']}; {run['machine']}."])
 

@@ -1,0 +1,96 @@
+"""The documentation runs: every command of the READMEs, shortened, and every figure from committed JSON."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_distributed import make_rows
+from tests.tiny import save_public_form
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "methods/main/README.md"]
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page's bash blocks, without their comments; a line that ends in a backslash goes
+    on."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(shlex.split(line, comments=True)) for line in lines if line.strip()]
+
+
+ALL = sorted({command for page in PAGES for command in commands(page)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("docs")
+    save_public_form(root / "Qwen2-VL-2B-Instruct", seed=0)
+    save_public_form(root / "submission", seed=1)
+    for seed, name in enumerate(("train", "val", "ood_val"), start=1):
+        make_rows(seed, 16 if name == "train" else 3).save_to_disk(root / name)
+    return root
+
+
+def test_the_pages_have_commands():
+    assert "bash train.sh" in ALL and "bash test.sh" in ALL and any("selfcheck.py" in c for c in ALL)
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_command(command, folder, tmp_path):
+    """train.sh with --dry_run and the tests' model and rows where the page names a place on the reader's
+    machine; test.sh collects only (this is the suite); selfcheck in full; make_base.py and draw.py show
+    their help."""
+    command = command.replace("/path/to", str(folder))
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_GPUS": "0"}
+    environment |= {"MODEL": str(folder / "Qwen2-VL-2B-Instruct"), "DATA": str(folder / "train")}
+    environment |= {"VAL": str(folder / "val"), "OOD_VAL": str(folder / "ood_val"), "OUT": str(tmp_path / "out")}
+    environment |= {"SUBMISSION": str(tmp_path / "submission")}
+    if command.startswith("python "):
+        command = f"{shlex.quote(sys.executable)} {command.removeprefix('python ')}"
+    if "train.sh" in command:
+        command += " --dry_run"
+    elif "test.sh" in command:
+        command += " --collect-only"
+    elif "selfcheck.py" in command:
+        command += f" --out {tmp_path / 'selfcheck'} --dataloader_num_workers 0"
+    else:
+        command = re.sub(r"(\w+\.py).*", r"\1 --help", command)
+    if "--reward_funcs accuracy format close" in command:
+        # The page's own function, added to a copy of the project as the page says.
+        copy_with_reward(tmp_path)
+    where = tmp_path / "project" if (tmp_path / "project").exists() else ROOT
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=where, env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    if "train.sh" in command:
+        assert "ready: nothing was launched" in done.stdout
+    if "close" in command:
+        assert re.search(r"^close\s+1\s", done.stdout, re.M), "the new reward is not in the table of rewards"
+
+
+def copy_with_reward(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    for name in ("open_r1", "scripts", "methods", "train.sh", "selfcheck.py", "requirements.txt", "zero3.json"):
+        source = ROOT / name
+        project.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-r", str(source), str(project / name)], check=True)
+    page = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    function, registry = code.split("\n\n\n")
+    script = project / "open_r1/grpo.py"
+    text = re.sub(r"reward_funcs_registry = \{.*?\n\}\n", lambda _: f"{function}\n\n\n{registry}", script.read_text(), flags=re.S)
+    script.write_text(text)
+
+
+def test_the_results_are_those_of_the_json_files():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/readme.py", "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
