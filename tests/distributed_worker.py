@@ -26,16 +26,19 @@ def start_deepspeed_on_cpu() -> None:
 
 
 def count_gathers_of(head, parameters, count: list[int]) -> None:
-    """Counts how often ZeRO-3 gathers `head`; any parameter's method may be asked to gather a list of them."""
+    """Counts how often ZeRO-3 gathers `head`: any parameter's method may be asked to gather a list of them."""
+
+    def counting(own, original):
+        def gather(*args, **kwargs):
+            listed = args[0] if args else kwargs.get("param_list") or [own]
+            count[0] += any(one is head for one in listed)
+            return original(*args, **kwargs)
+
+        return gather
+
     for parameter in parameters:
         for member in ("all_gather", "all_gather_coalesced"):
-
-            def counted(*args, own=parameter, original=getattr(parameter, member), **kwargs):
-                listed = args[0] if args else kwargs.get("param_list") or [own]
-                count[0] += any(one is head for one in listed)
-                return original(*args, **kwargs)
-
-            setattr(parameter, member, counted)
+            setattr(parameter, member, counting(parameter, getattr(parameter, member)))
 
 
 def main() -> None:
@@ -95,8 +98,9 @@ def main() -> None:
     masters = dict(master_weights(trainer.model))
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
-        result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "head_gathered": head_gathered}
-        torch.save(result | {"best": trainer.keep_best.best_score}, path)
+        result = {"gradients": updates, "masters": masters, "rope": rope.clone()}
+        result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
+        torch.save(result, path)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     make_rows(1, 16).save_to_disk(root / "train")
     make_rows(2, 5).save_to_disk(root / "val")
     config = json.loads((ROOT / "zero3.json").read_text())
-    # A tiny model would be gathered once and kept: make ZeRO-3 release and gather as it does with a large one.
+    # A tiny model would be gathered once and kept: let ZeRO-3 release and gather as with a large one.
     config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     (root / "zero3.json").write_text(json.dumps(config))
     return root
@@ -97,14 +97,15 @@ def assert_same_updates(got: dict, expected: dict) -> None:
         assert norm > 0 and difference / norm < 1e-5
     for a, b in zip(got["logs"], expected["logs"], strict=True):
         for name in (
-            "loss", "grad_norm", "reward", "completions/mean_length", "completions/entropy", "zero_variance", "logps_gap",
+            "loss", "grad_norm", "reward", "completions/mean_length", "completions/entropy",
+            "zero_variance", "logps_gap",
         ):  # fmt: skip
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
     assert got["best"] == expected["best"]
 
 
 def test_lengths_are_unequal_and_every_rollout_is_on_policy(one):
-    """A loader that accelerate prepared would read ahead: rollouts one update old, far from these steps' policy."""
+    """A loader that accelerate prepared would read ahead: rollouts one update old, far from the policy."""
     assert all(log["logps_gap"] < 1e-4 for log in one["logs"])
     assert any(log["completions/max_length"] > log["completions/mean_length"] for log in one["logs"])
 
@@ -118,15 +119,16 @@ def test_two_processes_with_zero3(folder, one):
     assert_same_updates(got, one)
     for name, value in one["masters"].items():
         assert torch.allclose(got["masters"][name], value, atol=1e-6)
-    # The tied head is gathered for the embedding and for the head, forward and backward, in each of the rank's rows,
-    # and once to refresh the rollout copy; not once a chunk of logits (ten of them).
+    # The tied head is gathered for the embedding and for the head, forward and backward, in each of the
+    # rank's rows, and once to refresh the rollout copy; not once a chunk of logits (ten of them).
     rows = PROMPTS // 2
     assert all(0 < gathered <= 4 * rows + 1 for gathered in got["head_gathered"])
 
 
 def test_zero3_resumes(folder, one):
     """The same command after a stop: the third update is the uninterrupted run's."""
-    flags = ("--bf16", "false", "--deepspeed", folder / "zero3.json", "--save_strategy", "steps", "--save_steps", 2)
+    flags = ("--bf16", "false", "--deepspeed", folder / "zero3.json")
+    flags += ("--save_strategy", "steps", "--save_steps", 2)
     launch(folder, "resumed", "zero", 2, *flags, "--max_steps", 2)
     got = launch(folder, "resumed", "zero", 2, *flags)
     assert len(got["gradients"]) == 1  # the first two were not made again

@@ -49,8 +49,8 @@ def test_command(command, folder, tmp_path):
     command = command.replace("/path/to", str(folder))
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_GPUS": "0"}
     environment |= {"MODEL": str(folder / "Qwen2-VL-2B-Instruct"), "DATA": str(folder / "train")}
-    environment |= {"VAL": str(folder / "val"), "OOD_VAL": str(folder / "ood_val"), "OUT": str(tmp_path / "out")}
-    environment |= {"SUBMISSION": str(tmp_path / "submission")}
+    environment |= {"VAL": str(folder / "val"), "OOD_VAL": str(folder / "ood_val")}
+    environment |= {"OUT": str(tmp_path / "out"), "SUBMISSION": str(tmp_path / "submission")}
     if command.startswith("python "):
         command = f"{shlex.quote(sys.executable)} {command.removeprefix('python ')}"
     if "train.sh" in command:
@@ -77,16 +77,15 @@ def test_command(command, folder, tmp_path):
 
 def copy_with_reward(tmp_path: Path) -> None:
     project = tmp_path / "project"
-    for name in ("open_r1", "scripts", "methods", "train.sh", "selfcheck.py", "requirements.txt", "zero3.json"):
-        source = ROOT / name
-        project.mkdir(exist_ok=True)
-        subprocess.run(["cp", "-r", str(source), str(project / name)], check=True)
+    project.mkdir()
+    for name in ("open_r1", "scripts", "train.sh", "requirements.txt", "zero3.json"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(project / name)], check=True)
     page = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.S)[1]
     function, registry = code.split("\n\n\n")
     script = project / "open_r1/grpo.py"
-    text = re.sub(r"reward_funcs_registry = \{.*?\n\}\n", lambda _: f"{function}\n\n\n{registry}", script.read_text(), flags=re.S)
-    script.write_text(text)
+    old = re.compile(r"reward_funcs_registry = \{.*?\n\}\n", re.S)
+    script.write_text(old.sub(lambda _: f"{function}\n\n\n{registry}", script.read_text()))
 
 
 def test_the_results_are_those_of_the_json_files():

@@ -347,10 +347,12 @@ def test_nothing_is_reported_to_anybody(folder, tmp_path):
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "import time; time.sleep(1)\n"  # reports are sent by threads
-        "strangers = [host for host in asked if host not in (None, 'localhost', '127.0.0.1', socket.gethostname())]\n"
+        "strangers = [host for host in asked if host not in (None, 'localhost', '127.0.0.1', "
+        "socket.gethostname())]\n"
         "assert not strangers, strangers\n"
     )
-    env = {k: v for k, v in os.environ.items() if k not in ("CI", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_OFFLINE")}
+    unset = ("CI", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_OFFLINE")
+    env = {k: v for k, v in os.environ.items() if k not in unset}
     scripts = {
         "grpo.py": flags(folder, tmp_path / "grpo", "--max_steps", 1, "--save_strategy", "no"),
         "sft.py": [
