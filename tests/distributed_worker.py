@@ -26,7 +26,7 @@ def start_deepspeed_on_cpu() -> None:
 
 
 def count_gathers_of(head, parameters, count: list[int]) -> None:
-    """Counts how often ZeRO-3 gathers `head`: any parameter's method may be asked to gather a list of them."""
+    """Counts how often ZeRO-3 gathers `head`: any parameter's method may be asked to gather a list."""
 
     def counting(own, original):
         def gather(*args, **kwargs):
