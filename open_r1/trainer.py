@@ -318,12 +318,12 @@ class Qwen2VLGRPOTrainer(Trainer):
             )
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Looked at before the optimizer steps; DeepSpeed has stepped by now, or skipped the step in silence."""
+        """Looked at before the optimizer steps. DeepSpeed has stepped by now, or skipped it in silence."""
         norm = super()._get_grad_norm(model, grad_norm)
         if not math.isfinite(norm) or self.accelerator.optimizer_step_was_skipped:
             raise FloatingPointError(
-                f"the gradient of update {self.state.global_step + 1} is not finite (norm {float(norm)}): no weight "
-                "was changed by it; see the last lines of rollouts.jsonl, and lower --learning_rate"
+                f"the gradient of update {self.state.global_step + 1} is not finite (norm {float(norm)}): no "
+                "weight was changed by it; see the last lines of rollouts.jsonl, and lower --learning_rate"
             )
         return norm
 
