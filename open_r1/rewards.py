@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .data import Prompt
 from .packing import TOKEN_STATISTICS
 
 EXTRAS = {
@@ -147,6 +148,25 @@ class RewardCaller:
 
 def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def reward_arguments(prompts: Sequence[Prompt], groups: Sequence[Sequence], first: int) -> dict[str, list]:
+    """What functions may name, a value per completion: the rows' columns and the EXTRAS that need no
+    forward pass.
+
+    groups are the completions of each prompt; `first` is the number of the first prompt among those of all
+    ranks.
+    """
+    flat = [(i, completion) for i, group in enumerate(groups) for completion in group]
+    arguments = {name: [prompts[i].columns[name] for i, _ in flat] for name in prompts[0].columns}
+    return arguments | {
+        "completions": as_conversations([c.text for _, c in flat]),
+        "prompts": [prompts[i].columns["question"] for i, _ in flat],
+        "group": [first + i for i, _ in flat],
+        "completion_ids": [c.token_ids.tolist() for _, c in flat],
+        "truncated": [c.truncated for _, c in flat],
+        "images": [prompts[i].images for i, _ in flat],
+    }
 
 
 def try_rewards(rewards: Sequence[Reward], rows: Sequence[dict], tokenizer) -> str:

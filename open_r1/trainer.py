@@ -31,7 +31,7 @@ from .data_loader import prompt_loader, row_order
 from .keep_best import KeepBest, numbers_of
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import TOKEN_STATISTICS, PackedRow, add_scoring_forward, bucket_length, pack
-from .rewards import RewardCaller, as_conversations
+from .rewards import RewardCaller, reward_arguments
 from .rollout import Completion, Engine
 from .sampling import Sampling, sampling_keys
 from .weights import copy_weights, use_leaf_modules
@@ -145,15 +145,10 @@ class Qwen2VLGRPOTrainer(Trainer):
             return [rows[i % len(rows)] for i in range(number * count, (number + 1) * count)]
 
         return prompt_loader(
-            self.train_dataset,
-            self.encoder,
-            rows_of,
-            start=first,
-            stop=-(-args.max_steps // args.updates_per_rollout),
-            rank=args.process_index,
-            world_size=args.world_size,
-            num_workers=args.dataloader_num_workers,
-        )
+            self.train_dataset, self.encoder, rows_of, start=first,
+            stop=-(-args.max_steps // args.updates_per_rollout), rank=args.process_index,
+            world_size=args.world_size, num_workers=args.dataloader_num_workers,
+        )  # fmt: skip
 
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
@@ -186,17 +181,7 @@ class Qwen2VLGRPOTrainer(Trainer):
 
     def reward(self, prompts: list[Prompt], groups: list[Group], first: int) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
-        flat = [(i, c) for i, group in enumerate(groups) for c in group]
-        names = prompts[0].columns.keys()
-        available = {name: [prompts[i].columns[name] for i, _ in flat] for name in names}
-        available |= {
-            "completions": as_conversations([c.text for _, c in flat]),
-            "prompts": [prompts[i].columns["question"] for i, _ in flat],
-            "group": [first + i for i, _ in flat],
-            "completion_ids": [c.token_ids.tolist() for _, c in flat],
-            "truncated": [c.truncated for _, c in flat],
-            "images": [prompts[i].images for i, _ in flat],
-        }
+        available = reward_arguments(prompts, groups, first)
         for statistic in TOKEN_STATISTICS:
             if any(reward.wants(statistic) for reward in self.rewards.rewards):
                 available[statistic] = self.token_statistic(prompts, groups, statistic)
@@ -303,29 +288,27 @@ class Qwen2VLGRPOTrainer(Trainer):
         for name, value in sums.items():
             self.loss_sums[name] += value.to(loss.device)
         self.stop_if_not_finite(loss)
-        # The row's share of the update's loss; data parallelism averages over ranks and the Trainer over
-        # rows.
+        # The row's share of the update's loss: data parallelism averages over ranks, the Trainer over rows.
         return loss * self.args.world_size * self.current_gradient_accumulation_steps
 
     def stop_if_not_finite(self, loss: Tensor) -> None:
         finite = self.accelerator.gather(torch.isfinite(loss.detach()).view(1))
         if not bool(finite.all()):
-            ranks = (~finite).nonzero().flatten().tolist()
-            raise FloatingPointError(
-                f"the loss of update {self.state.global_step + 1} is not finite on rank {ranks}: no "
-                "weight was changed by it; "
-                "see the last lines of rollouts.jsonl, and lower --learning_rate"
-            )
+            raise self.not_finite(f"loss, on rank {(~finite).nonzero().flatten().tolist()},")
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Looked at before the optimizer steps. DeepSpeed has stepped by now, or skipped it in silence."""
         norm = super()._get_grad_norm(model, grad_norm)
         if not math.isfinite(norm) or self.accelerator.optimizer_step_was_skipped:
-            raise FloatingPointError(
-                f"the gradient of update {self.state.global_step + 1} is not finite (norm {float(norm)}): no "
-                "weight was changed by it; see the last lines of rollouts.jsonl, and lower --learning_rate"
-            )
+            raise self.not_finite("gradient")
         return norm
+
+    def not_finite(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"the {what} of update {self.state.global_step + 1} is not finite: no weight was "
+            "changed by it; see the "
+            "last lines of rollouts.jsonl, and lower --learning_rate"
+        )
 
     def _prepare_inputs(self, inputs: TrainingRow) -> TrainingRow:
         return inputs.to(self.args.device)
@@ -365,16 +348,10 @@ class Qwen2VLGRPOTrainer(Trainer):
         for name, data in self.validation_sets.items():
             rows = validation.pick_rows(len(data), args.eval_limit)
             examples = validation.evaluate(
-                self.engine,
-                self.eval_encoder,
-                data,
-                rows=rows,
-                batch_size=args.per_device_eval_batch_size,
-                rank=args.process_index,
-                world_size=args.world_size,
-                num_workers=args.dataloader_num_workers,
-                name=name,
-            )
+                self.engine, self.eval_encoder, data, rows=rows, batch_size=args.per_device_eval_batch_size,
+                rank=args.process_index, world_size=args.world_size,
+                num_workers=args.dataloader_num_workers, name=name,
+            )  # fmt: skip
             summaries[name] = validation.summarize(validation.gather_examples(examples))
         return summaries
 

@@ -305,7 +305,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_weights_change(folder, t
         "__init__",
         lambda self, *a, **k: (trainers.append(self), init(self, *a, **k))[1],
     )
-    with pytest.raises(FloatingPointError, match="the loss of update 1 is not finite on rank \\[0\\]"):
+    with pytest.raises(FloatingPointError, match="the loss, on rank \\[0\\], of update 1 is not finite"):
         run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
     for name, parameter in load_policy(folder / "base", torch.float32).named_parameters():
         assert torch.equal(dict(trainers[0].model.named_parameters())[name], parameter), name
