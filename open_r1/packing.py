@@ -140,7 +140,7 @@ def _flex_attention():
     """Compiled once. A shape too many must stop the run: the uncompiled kernel would silently take 100
     times longer."""
     if not _compiled:
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.recompile_limit = 256
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         _compiled["attention"] = torch.compile(flex_attention, dynamic=False)
     return _compiled["attention"]
