@@ -18,8 +18,10 @@ STD_EPSILON = 1e-4
 def combine_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over reward functions, [R, G, F] and [F] -> [R, G].
 
-    NaN is "cannot judge": such a function is left out for that completion; NaN when none could judge.
+    NaN is "cannot judge": such a function is left out for that completion; NaN when none could judge. A
+    function of weight 0 is only logged: it judges nothing.
     """
+    per_function, weights = per_function[..., weights != 0], weights[weights != 0]
     total = (per_function * weights).nansum(-1)
     return total.masked_fill(per_function.isnan().all(-1), torch.nan)
 

@@ -21,6 +21,13 @@ HONOURED = {
     "num_iterations", "epsilon", "epsilon_high", "reward_weights", "scale_rewards", "loss_type",
     "mask_truncated_completions", "steps_per_generation", "use_bias_correction_kl", "shuffle_dataset",
 }  # fmt: skip
+# Fields of TrainingArguments that nothing here reads: data order, loaders and loss are the project's own.
+NOT_HONOURED = (
+    "data_seed", "dataloader_drop_last", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "group_by_length", "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel", "fsdp",
+    "eval_on_start", "eval_accumulation_steps", "batch_eval_metrics", "metric_for_best_model", "past_index",
+    "include_for_metrics",
+)  # fmt: skip
 HONOURED_MODEL = {"model_name_or_path"}
 
 
@@ -34,6 +41,9 @@ class RecipeArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(
+        default="test", metadata={"help": "Split of the validation sets, where they have several."}
+    )
     val_dataset: str | None = field(
         default=None,
         metadata={"help": "Validation rows like the training rows. Only measured, never trained on."},
@@ -131,6 +141,8 @@ class GRPOArguments(GRPOConfig):
         self.scale_rewards = {"True": "group", "False": "none"}.get(
             str(self.scale_rewards), self.scale_rewards
         )
+        self.checkpoints_kept = self.save_total_limit or 2
+        self.save_total_limit = None  # the Trainer's own pruning knows no complete-marker
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
         self.logging_nan_inf_filter = False  # a NaN must be seen, not replaced by the mean
@@ -153,6 +165,10 @@ def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig)
     """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at
     once."""
     faults = [sentence for bad, sentence in _rules(recipe, args) if bad]
+    refused = set(NOT_HONOURED) & _names(TrainingArguments)
+    honoured = _names(TrainingArguments) - refused
+    reason = "this trainer does not honour it; leave it out"
+    faults += _not_honoured(args, TrainingArguments, honoured, reason)
     own = {f.name for f in fields(TrainingArguments)} | {
         f.name for f in fields(args) if f.name not in _names(GRPOConfig)
     }
@@ -206,6 +222,30 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
             "takes one packed row; set it "
             "to 1 and put more prompts into a row with --prompts_per_row",
         ),
+        *(
+            (value is not None and value < 1, f"--{name} {value}: set 1 or more")
+            for name, value in (
+                ("max_completion_length", args.max_completion_length),
+                ("steps_per_generation", args.steps_per_generation),
+                ("num_iterations", args.num_iterations),
+                ("eval_limit", args.eval_limit),
+                ("save_total_limit", args.checkpoints_kept),
+            )
+        ),
+        *(
+            (value not in ("no", "steps"), f"--{name} {value.value}: set no or steps")
+            for name, value in (("eval_strategy", args.eval_strategy), ("save_strategy", args.save_strategy))
+        ),
+        *(
+            (value is not None and value != int(value), f"--{name} {value:g}: set a whole number of updates")
+            for name, value in (("save_steps", args.save_steps), ("eval_steps", args.eval_steps))
+        ),
+        (
+            args.max_steps > 0 and args.max_steps % max(1, per_rollout) != 0,
+            f"--max_steps {args.max_steps} is no multiple of the {per_rollout} updates of a "
+            "rollout: the run would end, "
+            "and be resumed, in the middle of one",
+        ),
         (args.prompts_per_row < 1, f"--prompts_per_row {args.prompts_per_row}: set it to 1 or more"),
         (
             args.num_generations < 2,
@@ -213,7 +253,7 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
             "group; set 2 or more",
         ),
         (
-            args.steps_per_generation % accumulation != 0,
+            args.steps_per_generation % accumulation != 0 or args.steps_per_generation < accumulation,
             f"--steps_per_generation {args.steps_per_generation} is no multiple of "
             "--gradient_accumulation_steps "
             f"{accumulation}: a rollout must make whole updates",
@@ -265,7 +305,8 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
         ),
         (
             args.eval_strategy != "no" and not evaluates,
-            f"--eval_strategy {args.eval_strategy} without rows: set --val_dataset or --ood_val_dataset",
+            f"--eval_strategy {args.eval_strategy.value} without rows: set --val_dataset or "
+            "--ood_val_dataset",
         ),
         (
             bool(recipe.submission_dir) and args.eval_strategy == "no",

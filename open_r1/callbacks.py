@@ -1,12 +1,14 @@
 """What a run prints and writes while it trains: the step line, logs.jsonl, rollouts.jsonl."""
 
 import json
+import math
 import time
 from collections import deque
 from pathlib import Path
 
 from transformers import TrainerCallback
 
+from .checkpoint import write_atomically
 from .data import CountingData
 from .data_checks import BackgroundDecode, good_rows
 
@@ -28,8 +30,9 @@ class StepLine(TrainerCallback):
     """One line an update: progress, reward, groups without variance, completions, loss, seconds."""
 
     def __init__(self):
+        self.trainer = None  # set once the trainer exists
         self.durations: deque[float] = deque(maxlen=50)
-        self.update_started = self.step_ended = self.update_seconds = None
+        self.update_started = self.step_ended = None
         self.explained: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -41,7 +44,9 @@ class StepLine(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         now = time.perf_counter()
         self.durations.append(now - self.step_ended)
-        self.update_seconds, self.step_ended = now - self.update_started, now
+        times = {"time/update_s": now - self.update_started, "time/step_s": now - self.step_ended}
+        self.trainer.times = {name: round(seconds, 3) for name, seconds in times.items()}
+        self.step_ended = now
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.step_ended = time.perf_counter()  # validation and saving do not count as training time
@@ -49,11 +54,7 @@ class StepLine(TrainerCallback):
     on_save = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "reward" not in logs:
-            return
-        logs["time/update_s"] = round(self.update_seconds, 3)
-        logs["time/step_s"] = round(self.durations[-1], 3)
-        if state.is_world_process_zero:
+        if "reward" in logs and state.is_world_process_zero:
             print(self.line(state, logs), flush=True)
             self.explain(logs)
 
@@ -77,9 +78,11 @@ class StepLine(TrainerCallback):
 
     def explain(self, logs: dict) -> None:
         """A sentence, once, for the two things that every newcomer reports as a bug."""
-        if abs(logs["loss"]) < 1e-4 and "loss" not in self.explained:
+        if abs(logs["loss"]) < 1e-4 and logs["zero_variance"] < 1 and "loss" not in self.explained:
             self.explained.add("loss")
             print(LOSS_ZERO, flush=True)
+        if math.isnan(logs["reward"]):
+            print("note: no reward could judge a completion of this rollout: it teaches nothing.", flush=True)
         if logs["zero_variance"] > 0 and "variance" not in self.explained:
             self.explained.add("variance")
             print(ZERO_VARIANCE.format(share=logs["zero_variance"]), flush=True)
@@ -106,8 +109,12 @@ class JsonLog(TrainerCallback):
         if not state.is_world_process_zero:
             return
         append_lines(self.logs, [{"step": state.global_step, **logs}])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Before the update, so that the samples are there when the update fails."""
         samples = self.trainer.samples
-        append_lines(self.rollouts, [{"step": state.global_step, **sample} for sample in samples])
+        if state.is_world_process_zero:
+            append_lines(self.rollouts, [{"step": state.global_step + 1, **sample} for sample in samples])
         samples.clear()
 
 
@@ -128,7 +135,14 @@ class BadRowWatch(TrainerCallback):
 def append_lines(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, default=float) + "\n" for row in rows)
+        file.writelines(json.dumps(_plain(row), ensure_ascii=False, default=float) + "\n" for row in rows)
+
+
+def _plain(value):
+    """NaN, which JSON does not have, becomes null."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -136,8 +150,15 @@ def keep_until(path: Path, step: int) -> None:
     again."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
-    path.write_text("".join(kept))
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            later = json.loads(line)["step"] > step
+        except ValueError:
+            break  # the line that a kill or a full disk cut short is the last one
+        if not later:
+            kept.append(line)
+    write_atomically(path, "".join(kept).encode())
 
 
 def set_aside(path: Path) -> None:

@@ -232,11 +232,17 @@ def newest_complete(out_dir: str | Path) -> tuple[Path, dict] | None:
     """The whole checkpoint of the highest step, and its `info`. Newer ones are named and skipped."""
     for folder in sorted(Path(out_dir).glob("checkpoint-*"), key=_step, reverse=True):
         if _step(folder) >= 0:
-            info = _read_marker(folder)
-            if info and _is_whole(folder, info.pop("files")):
+            info = complete_marker(folder)
+            if info:
                 return folder, info
             print(f"{folder} is not complete (it was being written when the run ended): skipped.", flush=True)
     return None
+
+
+def complete_marker(folder: str | Path) -> dict | None:
+    """The `info` that mark_complete was given; None for a checkpoint that is not whole."""
+    info = _read_marker(Path(folder))
+    return info if info and _is_whole(Path(folder), info.pop("files")) else None
 
 
 def prune(out_dir: str | Path, keep: int = 2) -> None:

@@ -24,12 +24,12 @@ from trl import ModelConfig, TrlParser
 
 from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
 from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
-from open_r1.checkpoint import load_policy, local_model, newest_complete
+from open_r1.checkpoint import complete_marker, load_policy, local_model, newest_complete
 from open_r1.data import CountingData, PromptEncoder, load_processor, load_rows
 from open_r1.data_checks import BackgroundDecode, check_rows, drop_overlap, good_rows, refuse_same_folder
 from open_r1.keep_best import KeepBest
 from open_r1.protocol import ANSWER, extract_answer
-from open_r1.rewards import RewardCaller, check_signature, resolve_rewards, try_rewards
+from open_r1.rewards import RewardCaller, RewardError, check_signature, resolve_rewards, try_rewards
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.trainer import Qwen2VLGRPOTrainer
 
@@ -76,8 +76,11 @@ def main() -> None:
     recipe, args, model_args = TrlParser(
         (RecipeArguments, GRPOArguments, ModelConfig)
     ).parse_args_and_config()
-    check_args(recipe, args, model_args)
-    run(recipe, args, model_args)
+    try:
+        check_args(recipe, args, model_args)
+        run(recipe, args, model_args)
+    except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
+        sys.exit(f"grpo.py: {refusal}")
 
 
 def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
@@ -91,27 +94,31 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
     processor = load_processor(base, recipe.min_pixels, recipe.max_pixels)
     data = load_rows(recipe.dataset_name, recipe.dataset_train_split, recipe.dataset_config)
     named = {"val": recipe.val_dataset, "ood_val": recipe.ood_val_dataset}
-    validation_sets = {name: load_rows(source) for name, source in named.items() if source}
+    validation_sets = {
+        name: load_rows(source, recipe.dataset_test_split, recipe.dataset_config)
+        for name, source in named.items()
+        if source
+    }
     rows = usable_rows(recipe, args, data, validation_sets, processor, out)
 
     # Rewards: proved on gold answers.
     rewards = resolve_rewards(recipe.reward_funcs, args.reward_weights, reward_funcs_registry)
     for reward in rewards:
         check_signature(reward, data.columns(rows[0]).keys())
-    say(try_rewards(rewards, [data.columns(row) for row in rows[:8]], processor.tokenizer))
+    columns, images = [data.columns(row) for row in rows[:8]], [data.images(row) for row in rows[:8]]
+    say(try_rewards(rewards, columns, images, processor.tokenizer))
 
     if args.max_steps <= 0:
-        args.max_steps = (
-            -(-int(len(rows) * args.num_train_epochs) // args.prompts_per_update) * args.num_iterations
-        )
+        rollouts = -(-int(len(rows) * args.num_train_epochs) // args.prompts_per_rollout)
+        args.max_steps = rollouts * args.updates_per_rollout
     say(derived_numbers(args, len(rows), {name: len(val) for name, val in validation_sets.items()}))
-    done = find_checkpoint(args, newest_complete(out))
+    done = find_checkpoint(args, out)
     if recipe.dry_run:
         say("ready: nothing was launched (--dry_run)")
         return None
 
-    json_log = JsonLog(out)
-    callbacks = [StepLine(), json_log]
+    step_line, json_log = StepLine(), JsonLog(out)
+    callbacks = [step_line, json_log]
     if args.process_index == 0 and not (recipe.check_data or recipe.skip_bad_rows):
         # Before the models: its processes are forked, which CUDA does not survive.
         callbacks.append(BadRowWatch(data, BackgroundDecode(data, processor, rows=rows), out))
@@ -149,7 +156,7 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
         ref_model=reference,
         callbacks=callbacks,
     )
-    json_log.trainer = trainer
+    json_log.trainer = step_line.trainer = trainer
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
 
@@ -159,8 +166,6 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
         say(f"{done[0]} has all {args.max_steps} updates: nothing is left to train")
         return trainer
     trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
-    if args.eval_strategy != "no" and trainer.state.global_step % args.eval_steps:
-        trainer.evaluate()
     if trainer.keep_best:
         say(
             f"{recipe.submission_dir} holds the best validated model: score "
@@ -185,8 +190,10 @@ def usable_rows(
         # Only decoding finds a file cut short, and dropping it must come before the order of rows is drawn.
         bad = check_rows(data, processor, full=recipe.check_data or recipe.skip_bad_rows)
         kept = good_rows(data, bad, skip_bad_rows=recipe.skip_bad_rows, out=out)
-        for validation in validation_sets.values():
-            good_rows(validation, check_rows(validation, processor), skip_bad_rows=False, out=out)
+        for name, validation in validation_sets.items():
+            if bad := check_rows(validation, processor):
+                first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
+                raise ValueError(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
         kept, shared = drop_overlap(data, list(validation_sets.values()), rows=kept)
         print(
             f"{len(kept):,} of {len(data):,} training rows: {len(bad)} bad, {shared} share an image "
@@ -197,15 +204,23 @@ def usable_rows(
     return found[0]
 
 
-def find_checkpoint(args: GRPOArguments, newest: tuple[Path, dict] | None) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from: the same command continues its run."""
-    if newest and newest[1]["world_size"] != args.world_size:
+def find_checkpoint(args: GRPOArguments, out: Path) -> tuple[Path, dict] | None:
+    """The checkpoint to go on from: --resume_from_checkpoint, else the newest complete one, since the same
+    command continues its run."""
+    found = newest_complete(out)
+    asked = args.resume_from_checkpoint
+    if asked and str(asked).lower() != "true":
+        info = complete_marker(asked)
+        if info is None:
+            raise ValueError(f"--resume_from_checkpoint {asked} is no complete checkpoint; name another")
+        found = Path(asked), info
+    if found and found[1]["world_size"] != args.world_size:
         raise ValueError(
-            f"{newest[0]} was written by {newest[1]['world_size']} processes and this run has "
-            f"{args.world_size}: run with as "
-            "many, or start from the submission's weights (MODEL=…) with another OUT"
+            f"{found[0]} was written by {found[1]['world_size']} processes and this run has "
+            f"{args.world_size}: run "
+            "with as many, or start from the submission's weights (MODEL=…) with another OUT"
         )
-    return newest
+    return found
 
 
 def derived_numbers(args: GRPOArguments, num_rows: int, validation_rows: dict[str, int]) -> str:

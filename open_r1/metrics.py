@@ -47,7 +47,7 @@ def rollout_metrics(
     metrics = {f"completions/{n}": value for n, value in zip(COMPLETION_NUMBERS, means, strict=True)}
     metrics["completions/max_length"] = float(numbers[:, 0].max())
     metrics |= {f"rewards/{name}": float(per_function[..., i].nanmean()) for i, name in enumerate(names)}
-    spread = rewards.nan_to_num().std(dim=1)  # [R]
+    spread = torch.stack([_std(group[~group.isnan()]) for group in rewards])  # [R]
     correct = numbers[:, 3].view(rewards.shape).bool()
     same = spread == 0
     return metrics | {
@@ -57,6 +57,10 @@ def rollout_metrics(
         "zero_variance/all_right": float((same & correct.all(1)).float().mean()),
         "zero_variance/all_wrong": float((same & ~correct.any(1)).float().mean()),
     }
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if values.numel() > 1 else torch.zeros(())
 
 
 def best_and_worst(

@@ -61,11 +61,13 @@ class Reward:
             values = self.function(**self.arguments(available))
         except Exception as error:
             raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != expected:
+        if hasattr(values, "tolist"):  # numpy and torch
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != expected:
             raise RewardError(
                 f"reward {self.name} must return a list of {expected} numbers or None, not {values!r:.200}"
             )
-        values = values.tolist() if isinstance(values, Tensor) else values
+        values = [value.item() if hasattr(value, "item") else value for value in values]
         for value in values:
             if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
                 raise RewardError(
@@ -87,6 +89,8 @@ def resolve_rewards(
         )
     if len(set(names)) != len(names):
         raise ValueError(f"--reward_funcs {' '.join(names)} names a function twice: add its weights instead")
+    if not any(weights):
+        raise ValueError("--reward_weights are all 0: such functions are only logged; give one a weight")
     return [Reward(n, _find(n, registry), w) for n, w in zip(names, weights, strict=True)]
 
 
@@ -150,56 +154,69 @@ def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def reward_arguments(prompts: Sequence[Prompt], groups: Sequence[Sequence], first: int) -> dict[str, list]:
+def reward_arguments(
+    prompts: Sequence[Prompt], groups: Sequence[Sequence], numbers: Sequence[int]
+) -> dict[str, list]:
     """What functions may name, a value per completion: the rows' columns and the EXTRAS that need no
     forward pass.
 
-    groups are the completions of each prompt; `first` is the number of the first prompt among those of all
-    ranks.
+    groups are the completions of each prompt; `numbers` are
+    the places of the prompts among those of all ranks.
     """
     flat = [(i, completion) for i, group in enumerate(groups) for completion in group]
     arguments = {name: [prompts[i].columns[name] for i, _ in flat] for name in prompts[0].columns}
     return arguments | {
         "completions": as_conversations([c.text for _, c in flat]),
         "prompts": [prompts[i].columns["question"] for i, _ in flat],
-        "group": [first + i for i, _ in flat],
+        "group": [numbers[i] for i, _ in flat],
         "completion_ids": [c.token_ids.tolist() for _, c in flat],
         "truncated": [c.truncated for _, c in flat],
         "images": [prompts[i].images for i, _ in flat],
     }
 
 
-def try_rewards(rewards: Sequence[Reward], rows: Sequence[dict], tokenizer) -> str:
+def try_rewards(
+    rewards: Sequence[Reward], rows: Sequence[dict], images: Sequence[list], tokenizer
+) -> str:
     """Calls each reward on gold answers and on empty text, and returns the table to print.
 
-    rows are column dictionaries with "answer" and "question". ValueError when a reward named accuracy does
-    not give 1.0 for gold and 0.0 for nothing: then it disagrees with the grader; the other rewards are only
-    shown.
+    rows are column dictionaries with "answer" and "question", images those of each row. ValueError when a
+    reward named accuracy does not give 1.0 for gold and 0.0 for nothing: it disagrees with the grader. The
+    others are only shown; entropy and self-certainty are drawn at random for them.
     """
     lines = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"]
     gold = [f"<answer> {row['answer']} </answer>" for row in rows]
     for reward in rewards:
-        means = []
-        for texts in (gold, [""] * len(rows)):
-            ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-            available = {
-                **{name: [row[name] for row in rows] for name in rows[0]},
-                "completions": as_conversations(texts),
-                "prompts": [row["question"] for row in rows],
-                "group": list(range(len(rows))),
-                "completion_ids": ids,
-                "truncated": [False] * len(rows),
-                "images": [[] for _ in rows],
-                **{name: [torch.zeros(len(row)) for row in ids] for name in TOKEN_STATISTICS},
-            }
-            known = [value for value in reward(available) if not math.isnan(value)]
-            means.append(sum(known) / len(known) if known else math.nan)
-        shown = ["cannot judge" if math.isnan(mean) else f"{mean:.2f}" for mean in means]
+        shown = [_tried(reward, rows, images, texts, tokenizer) for texts in (gold, [""] * len(rows))]
         lines.append(f"{reward.name:<24}{reward.weight:>8g}{shown[0]:>14}{shown[1]:>14}")
-        if reward.name == "accuracy" and means != [1.0, 0.0]:
+        if reward.name == "accuracy" and shown != ["1.00", "0.00"]:
             raise ValueError(
                 f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty "
-                "text, not 1.00 and 0.00: "
-                "it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
+                "text, not 1.00 and "
+                "0.00: it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
             )
     return "\n".join(lines)
+
+
+def _tried(
+    reward: Reward, rows: Sequence[dict], images: Sequence[list], texts: Sequence[str], tokenizer
+) -> str:
+    """The mean reward of these texts, as the table shows it."""
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    generator = torch.Generator().manual_seed(0)
+    available = {
+        **{name: [row[name] for row in rows] for name in rows[0]},
+        "completions": as_conversations(texts),
+        "prompts": [row["question"] for row in rows],
+        "group": list(range(len(rows))),
+        "completion_ids": ids,
+        "truncated": [False] * len(rows),
+        "images": list(images),
+        **{name: [torch.rand(len(row), generator=generator) for row in ids] for name in TOKEN_STATISTICS},
+    }
+    try:
+        known = [value for value in reward(available) if not math.isnan(value)]
+    except RewardError as error:
+        print(error)
+        return "failed"
+    return f"{sum(known) / len(known):.2f}" if known else "cannot judge"

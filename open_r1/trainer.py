@@ -127,6 +127,7 @@ class Qwen2VLGRPOTrainer(Trainer):
         ] = []  # of the rollouts since the last log line, of all ranks
         self.rollout_means: dict[str, float] = {}
         self.loss_sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=args.device))
+        self.times: dict[str, float] = {}  # seconds of the newest update, from StepLine
         self.samples: list[dict] = []  # best and worst completion of this rank's groups, for rollouts.jsonl
 
     # --- data: rollouts -----------------------------------------------------------------------------------
@@ -141,8 +142,10 @@ class Qwen2VLGRPOTrainer(Trainer):
         def rows_of(number: int) -> list[int]:
             count = args.prompts_per_rollout
             if args.shuffle_dataset:
-                return [rows[i] for i in row_order(len(rows), count, args.seed, number)]
-            return [rows[i % len(rows)] for i in range(number * count, (number + 1) * count)]
+                drawn = row_order(len(rows), count, args.seed, number)
+            else:
+                drawn = [i % len(rows) for i in range(number * count, (number + 1) * count)]
+            return [rows[drawn[i]] for i in self.prompt_numbers()]
 
         return prompt_loader(
             self.train_dataset, self.encoder, rows_of, start=first,
@@ -150,25 +153,32 @@ class Qwen2VLGRPOTrainer(Trainer):
             world_size=args.world_size, num_workers=args.dataloader_num_workers,
         )  # fmt: skip
 
+    def prompt_numbers(self) -> list[int]:
+        """The places in the rollout of all ranks' prompts, rank after rank: each update's prompts are cut
+        into equal shares, so that an update has the same prompts on any number of ranks."""
+        world, update = self.args.world_size, self.args.prompts_per_update
+        places = torch.arange(self.args.prompts_per_rollout).view(-1, world, update // world)
+        return places.transpose(0, 1).flatten().tolist()  # [ranks, updates, share]
+
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
         started = time.perf_counter()
         args, names = self.args, [reward.name for reward in self.rewards.rewards]
         self.refresh()
-        first = args.process_index * len(prompts)
-        own = slice(first, first + len(prompts))
-        keys = sampling_keys(args.seed, number, range(own.start, own.stop), args.num_generations)
+        own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
+        numbers = self.prompt_numbers()[own]
+        keys = sampling_keys(args.seed, number, numbers, args.num_generations)
         groups = self.engine.generate(prompts, args.num_generations, self.sampling, keys)
 
-        own_per_function = self.reward(prompts, groups, first)  # [R, G, F]
+        own_per_function = self.reward(prompts, groups, numbers)  # [R, G, F]
         per_function = self.gather(own_per_function)  # [R * world, G, F]
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
         advantages = group_advantages(rewards, args.scale_rewards)
         rows = self.build_rows(prompts, groups, advantages[own])
 
-        numbers = self.gather(completion_numbers(prompts, groups))
-        logs = rollout_metrics(numbers, rewards, per_function, names)
+        per_completion = self.gather(completion_numbers(prompts, groups))
+        logs = rollout_metrics(per_completion, rewards, per_function, names)
         logs |= {f"reward_failures/{name}": float(n) for name, n in self.rewards.failures.items()}
         self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
         samples = best_and_worst(prompts, groups, own_per_function, rewards[own], advantages[own], names)
@@ -179,9 +189,9 @@ class Qwen2VLGRPOTrainer(Trainer):
         """All ranks' tensors, one behind the other, on the CPU."""
         return self.accelerator.gather(tensor.to(self.args.device)).cpu()
 
-    def reward(self, prompts: list[Prompt], groups: list[Group], first: int) -> Tensor:
+    def reward(self, prompts: list[Prompt], groups: list[Group], numbers: list[int]) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
-        available = reward_arguments(prompts, groups, first)
+        available = reward_arguments(prompts, groups, numbers)
         for statistic in TOKEN_STATISTICS:
             if any(reward.wants(statistic) for reward in self.rewards.rewards):
                 available[statistic] = self.token_statistic(prompts, groups, statistic)
@@ -284,7 +294,9 @@ class Qwen2VLGRPOTrainer(Trainer):
         loss, sums = grpo_loss(
             logps, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.weights, self.loss_settings
         )
-        sums["gap"] = (logps.detach() - inputs.rollout_logps).abs().sum()
+        # From the second update of a rollout on, logps differ by what was learned in between.
+        sampled = logps.detach() if inputs.old_logps is None else inputs.old_logps
+        sums["gap"] = (sampled - inputs.rollout_logps).abs().sum()
         for name, value in sums.items():
             self.loss_sums[name] += value.to(loss.device)
         self.stop_if_not_finite(loss)
@@ -363,7 +375,7 @@ class Qwen2VLGRPOTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.process_index == 0:
             mark_complete(folder, {"step": self.state.global_step, "world_size": self.args.world_size})
-            prune(Path(self.args.output_dir), keep=2)
+            prune(Path(self.args.output_dir), keep=self.args.checkpoints_kept)
         self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
@@ -382,7 +394,7 @@ class Qwen2VLGRPOTrainer(Trainer):
             if self.rollout_logs:  # a later update of the same rollout shows that rollout's numbers again
                 logged = self.rollout_logs
                 self.rollout_means = {k: sum(log[k] for log in logged) / len(logged) for k in logged[0]}
-            logs |= self.rollout_means
+            logs |= self.rollout_means | self.times
             totals = {
                 name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()
             }

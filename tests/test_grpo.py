@@ -115,12 +115,11 @@ def test_a_reward_that_misbehaves_is_counted_and_then_stops_the_run(returned, ca
 def test_rewards_are_tried_on_gold_answers():
     rows = [{"question": "How many?", "answer": n, "solution": str(n)} for n in (0, 7, 12)]
     rewards = resolve_rewards(["accuracy", "format"], [1.0, 0.1], reward_funcs_registry)
-    table = try_rewards(rewards, rows, tiny_tokenizer())
+    table = try_rewards(rewards, rows, [[]] * 3, tiny_tokenizer())
     assert table.splitlines()[1].split() == ["accuracy", "1", "1.00", "0.00"]
     with pytest.raises(ValueError, match="accuracy reward gives 0.00 on gold"):
-        try_rewards(
-            [Reward("accuracy", lambda completions: [0.0] * len(completions), 1.0)], rows, tiny_tokenizer()
-        )
+        wrong = Reward("accuracy", lambda completions: [0.0] * len(completions), 1.0)
+        try_rewards([wrong], rows, [[]] * 3, tiny_tokenizer())
 
 
 # --- flags --------------------------------------------------------------------------------------------------
