@@ -1,7 +1,7 @@
 """Draw the demo's counting sets: questions like CLEVR's, on pictures of cubes, cylinders and spheres.
 
-    python methods/demo/draw.py --out methods/demo/work/data            # what train.sh draws
-    python methods/demo/draw.py --out work/data --only base             # what make_base.py trains on
+    PYTHONPATH=. python methods/demo/draw.py --out methods/demo/work/data      # what train.sh draws
+    PYTHONPATH=. python methods/demo/draw.py --out work/data --only base       # what make_base.py trains on
 
 After CLEVR-CoGenT there are two conditions. In A a cube is gray, blue, brown or yellow and a cylinder red,
 green, purple or cyan; in B it is the other way round; a sphere has any colour in both. Training is always in
@@ -68,6 +68,7 @@ class Set:
     objects: tuple[int, int] = (3, 9)
     captions: float = 0.0  # share of rows that ask for a description instead
     tail: float = 1.0  # for counting rows: n + 1 objects are so much rarer than n
+    items: float = 0.6  # share of questions that fix nothing: "How many items …", most of CLEVR-70k
 
 
 SETS = {
@@ -80,7 +81,7 @@ SETS = {
     "test_B": Set(500, condition="B"),
     "test_ood": Set(500, renderer="paper", objects=(6, 9)),
     # What make_base.py trains on: descriptions of any scene, and counting shown on mostly small ones.
-    "base": Set(40000, objects=(1, 9), captions=0.5, tail=0.55),
+    "base": Set(40000, objects=(1, 9), captions=0.5, tail=0.55, items=0.3),
 }
 RUN_SETS = [name for name in SETS if name != "base"]  # what a run of the demo needs
 
@@ -190,9 +191,11 @@ def render(rng: random.Random, things: list[Thing], renderer: str) -> PILImage.I
     return image.reduce(SCALE)
 
 
-def ask(rng: random.Random, things: list[Thing], condition: str) -> tuple[str, list[Thing]]:
+def ask(
+    rng: random.Random, things: list[Thing], condition: str, items: float
+) -> tuple[str, list[Thing]]:
     """A counting question, and the objects that it asks for."""
-    if rng.random() < 0.3:
+    if rng.random() < items:
         return "How many items are there in the image?", things
     if rng.random() < 0.85:  # of something that is there
         wanted = rng.choice(things)
@@ -233,7 +236,7 @@ def draw_row(name: str, seed: int, row: int) -> tuple[dict, list[Thing]]:
     if caption:
         problem, matching, completion = "Describe the image.", things, describe(things)
     else:
-        question, matching = ask(rng, things, spec.condition)
+        question, matching = ask(rng, things, spec.condition, spec.items)
         # The base's rows mix two kinds of prompt, so there the problem is the whole of it.
         problem = question
         if spec.captions:

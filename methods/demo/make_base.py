@@ -1,6 +1,6 @@
 """Make the demo's base: a Qwen2-VL of 1.4 million parameters that describes scenes and counts badly.
 
-    python methods/demo/make_base.py --work methods/demo/work/base --out methods/demo/work/base/final
+    PYTHONPATH=. python methods/demo/make_base.py --work methods/demo/work/base --out FOLDER
 
 One pass of open_r1/sft.py over 40,000 drawn rows. Half describe a scene of one to nine objects; the other
 half show how to count, on scenes that mostly hold one to three. No fault is planted: it is trained briefly,
@@ -119,7 +119,7 @@ def make_model(processor: Qwen2VLProcessor, seed: int) -> Qwen2VLForConditionalG
 
 
 SFT_FLAGS = {
-    "--prompt_template": "{question}", "--max_steps": 2500, "--per_device_train_batch_size": 16,
+    "--prompt_template": "{question}", "--max_steps": 1300, "--per_device_train_batch_size": 16,
     "--learning_rate": 1e-3, "--lr_scheduler_type": "linear", "--warmup_steps": 30, "--adam_beta2": 0.99,
     "--weight_decay": 0, "--max_grad_norm": 1, "--logging_steps": 100, "--dataloader_num_workers": 1,
 }  # fmt: skip

@@ -42,13 +42,17 @@ def read(folder: Path) -> dict[str, tuple[float, float]]:
     return accuracies(json.loads((folder / "selfcheck.json").read_text()))
 
 
+def gain(before: dict, after: dict) -> dict[str, tuple[float, float]]:
+    """after - before, with the standard error of the difference."""
+    return {
+        column: (accuracy - before[column][0], math.hypot(error, before[column][1]))
+        for column, (accuracy, error) in after.items()
+    }
+
+
 def compare(before: Path, after: Path) -> str:
     rows = {"before": read(before), "after": read(after)}
-    gain = {}
-    for column, (accuracy, error) in rows["after"].items():
-        old_accuracy, old_error = rows["before"][column]
-        gain[column] = (accuracy - old_accuracy, math.hypot(error, old_error))
-    return table(rows | {"gain": gain})
+    return table(rows | {"gain": gain(**rows)})
 
 
 def readme_table(results: dict) -> str:

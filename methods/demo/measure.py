@@ -1,0 +1,88 @@
+"""Measure the demo for its README: three seeds, and SFT continued for as long. Writes results.json.
+
+    PYTHONPATH=. python methods/demo/measure.py --machine "2 CPU cores"
+
+The controls start from the same base and take the same training rows for the time that GRPO trained. One
+imitates the bare answers, which is all that GRPO is told; the other the written-out counting, which GRPO
+never sees.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import report
+from trl import ModelConfig
+
+from open_r1 import sft
+
+DEMO = Path(__file__).resolve().parent
+ROOT, WORK = DEMO.parents[1], DEMO / "work"
+
+CONTROLS = {"SFT on answers": "solution", "SFT on demonstrations": "completion"}
+PROBE = 60  # steps that tell the speed of SFT
+
+
+def grpo(seed: int) -> tuple[dict, dict, float]:
+    """The demo with this seed: accuracies before and after, and its seconds of training with validation."""
+    out = WORK / f"seed_{seed}"
+    environment = os.environ | {"OUT": str(out), "SUBMISSION": str(out / "submission")}
+    subprocess.run(["bash", DEMO / "train.sh", "--seed", str(seed)], check=True, env=environment)
+    logs = map(json.loads, (out / "logs.jsonl").open())
+    seconds = next(line["train_runtime"] for line in logs if "train_runtime" in line)
+    return report.read(out / "before"), report.read(out / "after"), seconds
+
+
+def continue_sft(column: str, steps: int, out: Path) -> float:
+    """SFT of the base on a column of the training rows; the seconds it trained."""
+    recipe = sft.DemonstrationArguments(dataset_name=str(WORK / "data/train"), completion_column=column)
+    args = sft.SFTArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=16, learning_rate=5e-4,
+        lr_scheduler_type="linear", warmup_steps=5, adam_beta2=0.99, weight_decay=0, dataloader_num_workers=1,
+        use_cpu=True, logging_steps=50,
+    )  # fmt: skip
+    trainer = sft.run(recipe, args, ModelConfig(model_name_or_path=str(DEMO / "base")))
+    return trainer.state.log_history[-1]["train_runtime"]
+
+
+def control(column: str, seconds: float) -> tuple[dict, float]:
+    """SFT for about `seconds`: accuracies, and the seconds it took."""
+    out = WORK / f"sft_{column}"
+    steps = round(seconds / continue_sft(column, PROBE, out) * PROBE)
+    took = continue_sft(column, steps, out)
+    sets = [WORK / "data" / name for name in report.SETS]
+    check = [sys.executable, ROOT / "selfcheck.py", "--model", out, "--out", f"{out}_check", "--data", *sets]
+    subprocess.run(check, check=True)
+    return report.read(Path(f"{out}_check")), took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--machine", required=True, help="what it ran on, in words, for the README")
+    args = parser.parse_args()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    runs, seconds = {}, {}
+    for seed in args.seeds:
+        runs["base"], runs[f"GRPO, seed {seed}"], seconds[f"GRPO, seed {seed}"] = grpo(seed)
+    budget = sum(seconds.values()) / len(seconds)
+    for name, column in CONTROLS.items():
+        runs[name], seconds[name] = control(column, budget)
+    results = {
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "machine": args.machine,
+        "command": f"python methods/demo/measure.py --seeds {' '.join(map(str, args.seeds))}",
+        "runs": runs,
+        "training_seconds": {name: round(value) for name, value in seconds.items()},
+    }
+    (DEMO / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    report.write_readme()
+
+
+if __name__ == "__main__":
+    main()
