@@ -30,7 +30,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     """Advantages [R, G] of rewards [R, G]: reward minus the group's mean, divided by a standard deviation.
 
     scale_rewards "group" divides by the group's (GRPO, arXiv 2402.03300), "batch" by that of all rewards of
-    the update (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). Deviations are the
+    the rollout (arXiv 2508.08221), "none" by nothing (Dr. GRPO, arXiv 2503.20783). Deviations are the
     unbiased ones plus 1e-4, as in TRL. A NaN reward is left out of every statistic and its completion gets
     0.
 
@@ -40,6 +40,8 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)  # [R, 1]
     centred = torch.where(known, rewards - rewards.nansum(1, keepdim=True) / count.clamp(min=1), 0.0)
+    # Exactly: the mean of eight times 0.1 is not 0.1, and a group that teaches nothing must be seen to.
+    centred = centred.masked_fill(equal_rewards(rewards)[:, None], 0.0)
     if scale_rewards == "none":
         return centred
     if scale_rewards == "batch":
@@ -48,6 +50,12 @@ def group_advantages(rewards: Tensor, scale_rewards: str) -> Tensor:
     else:
         deviation = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     return centred / (deviation + STD_EPSILON)
+
+
+def equal_rewards(rewards: Tensor) -> Tensor:
+    """Whether all known rewards of a group are the same, [R] from [R, G]; True where none is known."""
+    highest, lowest = rewards.nan_to_num(-torch.inf).amax(1), rewards.nan_to_num(torch.inf).amin(1)
+    return highest <= lowest
 
 
 def token_weights(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .advantages import equal_rewards
 from .data import Prompt
 from .protocol import extract_answer
 from .rollout import Completion
@@ -49,7 +50,7 @@ def rollout_metrics(
     metrics |= {f"rewards/{name}": float(per_function[..., i].nanmean()) for i, name in enumerate(names)}
     spread = torch.stack([_std(group[~group.isnan()]) for group in rewards])  # [R]
     correct = numbers[:, 3].view(rewards.shape).bool()
-    same = spread == 0
+    same = equal_rewards(rewards)
     return metrics | {
         "reward": float(rewards.nanmean()),
         "reward_std": float(spread.mean()),

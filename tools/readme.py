@@ -10,19 +10,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from methods.demo.report import readme_table
 
 
 def demo() -> str:
     """Accuracies of the demo: a line a run, from methods/demo/results.json."""
-    results = json.loads((ROOT / "methods/demo/results.json").read_text())
-    runs = results["accuracy_pct"]
-    columns = list(next(iter(runs.values())))
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for name, values in runs.items():
-        cells = [f"{values[c][0]:.1f} ± {values[c][1]:.1f}" for c in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    about = f"Commit {results['commit']}, {results['date']}, {results['machine']}: `{results['command']}`."
-    return "\n".join([*lines, "", about])
+    return readme_table(json.loads((ROOT / "methods/demo/results.json").read_text()))
 
 
 def h200() -> str:

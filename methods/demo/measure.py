@@ -2,9 +2,8 @@
 
     PYTHONPATH=. python methods/demo/measure.py --machine "2 CPU cores"
 
-The controls start from the same base and take the same training rows for the time that GRPO trained. One
-imitates the bare answers, which is all that GRPO is told; the other the written-out counting, which GRPO
-never sees.
+The control starts from the same base and takes the same training rows for as long as GRPO trained; it
+imitates the written-out counting, which GRPO never sees.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from open_r1 import sft
 DEMO = Path(__file__).resolve().parent
 ROOT, WORK = DEMO.parents[1], DEMO / "work"
 
-CONTROLS = {"SFT on answers": "solution", "SFT on demonstrations": "completion"}
+CONTROLS = {"SFT continued": "completion"}
 PROBE = 60  # steps that tell the speed of SFT
 
 
@@ -31,7 +30,8 @@ def grpo(seed: int) -> tuple[dict, dict, float]:
     """The demo with this seed: accuracies before and after, and its seconds of training with validation."""
     out = WORK / f"seed_{seed}"
     environment = os.environ | {"OUT": str(out), "SUBMISSION": str(out / "submission")}
-    subprocess.run(["bash", DEMO / "train.sh", "--seed", str(seed)], check=True, env=environment)
+    if not (out / "after/selfcheck.json").exists():  # seeds may have been run before, side by side
+        subprocess.run(["bash", DEMO / "train.sh", "--seed", str(seed)], check=True, env=environment)
     logs = map(json.loads, (out / "logs.jsonl").open())
     seconds = next(line["train_runtime"] for line in logs if "train_runtime" in line)
     return report.read(out / "before"), report.read(out / "after"), seconds
