@@ -60,6 +60,9 @@ fi
 [[ -n $MODEL ]] || die "MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder"
 [[ -n $DATA ]] || die "DATA is not set and its default does not exist; set DATA to the training rows"
 
+[[ -n $VAL || -n $OOD_VAL ]] ||
+    die "neither VAL nor OOD_VAL is set and their defaults do not exist; set one: the best model is chosen on its rows"
+
 out=$(given output_dir)
 submission=$(given submission_dir)
 OUT=${out:-${OUT:-$ROOT/outputs/main}}
@@ -89,6 +92,9 @@ $prompts_per_row; change NUM_GPUS or --prompts_per_row, or set --gradient_accumu
 fi
 
 # --- the recipe
+
+max_steps=600
+[[ -z $(given num_train_epochs) ]] || max_steps=-1 # epochs that are asked for decide
 
 recipe=(
     --model_name_or_path "$MODEL"
@@ -120,7 +126,7 @@ recipe=(
     --lr_scheduler_type constant_with_warmup        # the best model is kept, so the run needs no planned end
     --warmup_steps 10               # until Adam's second moments mean something
     --max_grad_norm 0.5             # public runs that collapsed did so with a burst of the gradient norm
-    --max_steps 600                 # 9,600 prompts, a starting value: stop sooner when validation no longer rises
+    --max_steps "$max_steps"        # 9,600 prompts, a starting value: stop sooner when validation no longer rises
 
     # Memory.
     --gradient_checkpointing false  # rows are short, as completions share their prompt; true for 24 GB cards
@@ -174,5 +180,4 @@ fi
 # --- what the grader would see
 
 sets=(${VAL:+"$VAL"} ${OOD_VAL:+"$OOD_VAL"})
-((${#sets[@]} > 0)) || exit 0
 "$PYTHON" "$ROOT/selfcheck.py" --model "$SUBMISSION" --data "${sets[@]}" --out "$OUT/selfcheck"

@@ -192,8 +192,18 @@ def test_a_path_with_spaces_is_one_argument_and_a_missing_validation_set_is_none
 
 
 def test_a_flag_names_a_hub_data_set(box: Box, tmp_path: Path):
-    assert box.run("--dataset-name=owner/rows", MODEL=tmp_path).returncode == 0
+    assert box.run("--dataset-name=owner/rows", MODEL=tmp_path, VAL=tmp_path).returncode == 0
     assert value(box.training(), "--dataset_name") == "owner/rows"
+
+
+def test_without_validation_rows_nothing_starts(box: Box, tmp_path: Path):
+    result = box.run(MODEL=tmp_path, DATA=tmp_path)
+    assert result.returncode == 1 and "neither VAL nor OOD_VAL is set" in result.stderr
+
+
+def test_epochs_that_are_asked_for_decide(full_box: Box):
+    full_box.run("--num_train_epochs", "2")
+    assert value(full_box.training(), "--max_steps") == "-1"
 
 
 def test_the_self_check_follows_the_flags(full_box: Box):
