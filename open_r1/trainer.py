@@ -81,21 +81,10 @@ class Qwen2VLGRPOTrainer(Trainer):
     """
 
     def __init__(
-        self,
-        model,
-        args: GRPOArguments,
-        processor,
-        engine: Engine,
-        data: CountingData,
-        rows: Sequence[int],
-        encoder: PromptEncoder,
-        rewards: RewardCaller,
-        validation_sets: dict[str, CountingData],
-        eval_encoder: PromptEncoder,
-        keep_best: KeepBest | None = None,
-        ref_model=None,
-        callbacks: Sequence = (),
-    ):
+        self, model, args: GRPOArguments, processor, engine: Engine, data: CountingData, rows: Sequence[int],
+        encoder: PromptEncoder, rewards: RewardCaller, validation_sets: dict[str, CountingData],
+        eval_encoder: PromptEncoder, keep_best: KeepBest | None = None, ref_model=None, callbacks: Sequence = (),
+    ):  # fmt: skip
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
         self.keep_best = keep_best
@@ -114,13 +103,9 @@ class Qwen2VLGRPOTrainer(Trainer):
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         self.loss_settings = LossSettings(args.epsilon, high, args.beta, args.use_bias_correction_kl)
         self.sampling = Sampling(
-            greedy=False,
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k or 0,
-            min_p=args.min_p or 0.0,
-        )
+            greedy=False, max_new_tokens=args.max_completion_length, temperature=args.temperature,
+            top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0,
+        )  # fmt: skip
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
         self.rollout_logs: list[
             dict[str, float]
