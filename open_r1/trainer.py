@@ -83,7 +83,8 @@ class Qwen2VLGRPOTrainer(Trainer):
     def __init__(
         self, model, args: GRPOArguments, processor, engine: Engine, data: CountingData, rows: Sequence[int],
         encoder: PromptEncoder, rewards: RewardCaller, validation_sets: dict[str, CountingData],
-        eval_encoder: PromptEncoder, keep_best: KeepBest | None = None, ref_model=None, callbacks: Sequence = (),
+        eval_encoder: PromptEncoder, keep_best: KeepBest | None = None, ref_model=None,
+        callbacks: Sequence = (),
     ):  # fmt: skip
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
