@@ -72,6 +72,7 @@ class SFTArguments(SFTConfig):
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        self.use_cache = True  # the Trainer saves it in config.json; TRL's forward passes leave it off
         self.remove_unused_columns = False  # the one stored column, the row's number, stands for all of them
         super().__post_init__()
 
@@ -118,12 +119,9 @@ def run(recipe: DemonstrationArguments, args: SFTArguments, model_args: ModelCon
         train_dataset=demonstrations(rows, recipe, args.seed),
         processing_class=processor,
     )
-    cached = trainer.model.config.use_cache
     trainer.train()
-    trainer.model.config.use_cache = cached  # off while training; what is saved is for generating
-    trainer.save_model(
-        args.output_dir
-    )  # with the processor; all ranks, since gathering the weights takes them all
+    # With the processor, and on all ranks: gathering the weights takes them all.
+    trainer.save_model(args.output_dir)
     return trainer
 
 

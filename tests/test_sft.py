@@ -57,7 +57,7 @@ def test_a_few_steps_lower_the_loss_and_leave_a_whole_model(base, rows, tmp_path
         assert torch.equal(parameter, trained[name])
     moved = [name for name, parameter in before.items() if not torch.equal(parameter, trained[name])]
     assert any("visual" in name for name in moved) and any("layers" in name for name in moved)
-    assert model.config.use_cache
+    assert json.loads((tmp_path / "out/config.json").read_text())["use_cache"]  # for generating
     load_processor(tmp_path / "out")
 
 
