@@ -16,6 +16,11 @@ def test_combine_leaves_out_what_could_not_judge():
     assert got[0, :2].tolist() == pytest.approx([1.1, 0.0]) and got[0, 2].isnan()
 
 
+def test_weight_0_judges_nothing():
+    got = combine_rewards(torch.tensor([[[NAN, 0.0], [1.0, NAN]]]), torch.tensor([1.0, 0.0]))
+    assert got[0, 0].isnan() and got[0, 1] == 1
+
+
 def test_group_scale():
     got = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), "group")
     deviation = 0.5  # unbiased, of one 1 and three 0
@@ -82,3 +87,12 @@ def test_k3(correction):
     loss.backward()
     gradient = 1 - math.exp(-0.5) + (k3 if correction else 0)  # the ratio's gradient is the ratio
     assert logps.grad.item() == pytest.approx(0.1 * gradient)
+
+
+@pytest.mark.parametrize("value", [0.1, 1.1, 0.7])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(value):
+    """In float32 the mean of eight times 0.1 is not 0.1; such a group would be trained on rounding errors."""
+    rewards = torch.full((1, 8), value)
+    assert not group_advantages(rewards, "group").any() and not group_advantages(rewards, "batch").any()
+    rewards[0, 3] = NAN
+    assert not group_advantages(rewards, "group").any()

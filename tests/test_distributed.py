@@ -88,8 +88,8 @@ def one(folder):
     return launch(folder, "one", "ddp", 1, "--bf16", "false")
 
 
-def assert_same_updates(got: dict, expected: dict) -> None:
-    assert len(got["gradients"]) == len(expected["gradients"]) == UPDATES
+def assert_same_updates(got: dict, expected: dict, updates: int = UPDATES) -> None:
+    assert len(got["gradients"]) == len(expected["gradients"]) == updates
     for a, b in zip(got["gradients"], expected["gradients"], strict=True):
         assert a.keys() == b.keys()
         difference = sum((a[n] - b[n]).square().sum() for n in b).sqrt()
@@ -112,6 +112,14 @@ def test_lengths_are_unequal_and_every_rollout_is_on_policy(one):
 
 def test_two_processes_with_ddp(folder, one):
     assert_same_updates(launch(folder, "ddp", "ddp", 2, "--bf16", "false"), one)
+
+
+def test_two_updates_a_rollout_with_ddp(folder):
+    """Each update has the same prompts on any number of processes."""
+    flags = ("--bf16", "false", "--max_steps", 2, "--steps_per_generation")
+    expected = launch(folder, "one_twice", "ddp", 1, *flags, 2 * PROMPTS)
+    got = launch(folder, "ddp_twice", "ddp", 2, *flags, PROMPTS)
+    assert_same_updates(got, expected, updates=2)
 
 
 def test_two_processes_with_zero3(folder, one):

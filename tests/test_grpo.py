@@ -68,6 +68,8 @@ def test_unknown_reward_lists_the_known_ones():
         resolve_rewards(["tests.rewards.nothing"], None, reward_funcs_registry)
     with pytest.raises(ValueError, match="2 values for 1"):
         resolve_rewards(["accuracy"], [1.0, 0.5], reward_funcs_registry)
+    with pytest.raises(ValueError, match="--reward_weights are all 0"):
+        resolve_rewards(["accuracy", "format"], [0.0, 0.0], reward_funcs_registry)
     assert resolve_rewards(["tests.rewards.letters"], [0.5], {})[0].weight == 0.5
 
 
@@ -154,6 +156,15 @@ FLAGS = (
         (("--save_only_model", "true"), "--save_only_model"),
         (("--rollout_engine", "vllm"), "--rollout_engine vllm"),
         (("--prompt_mix", 1.5), "--prompt_mix 1.5"),
+        (
+            ("--gradient_accumulation_steps", 2, "--steps_per_generation", 4, "--max_steps", 3),
+            "--max_steps 3 is no multiple of the 2 updates of a rollout",
+        ),
+        (("--data_seed", 7), "--data_seed 7: this trainer does not honour it"),
+        (("--eval_strategy", "epoch"), "--eval_strategy epoch: set no or steps"),
+        (("--num_iterations", 0), "--num_iterations 0: set 1 or more"),
+        (("--eval_limit", 0), "--eval_limit 0: set 1 or more"),
+        (("--save_steps", 0.5), "--save_steps 0.5: set a whole number of updates"),
         (("--submission_dir", "o"), "--output_dir o lies in --submission_dir o"),
     ],
 )

@@ -130,7 +130,6 @@ def run_ours(folders, out, prompts_per_row=1, **more):
     trainer = Qwen2VLGRPOTrainer(
         policy, args, processor, Scripted(copy, processor), load_rows(folders / "rows"), range(PROMPTS),
         encoder, RewardCaller(resolve_rewards(["letters"], None, {"letters": letters}), 0), {}, encoder,
-        folders / "base",
         ref_model=load_policy(folders / "base", torch.float32) if args.beta else None, callbacks=[watch],
     )  # fmt: skip
     trainer.train()
@@ -164,10 +163,11 @@ def test_rows_of_several_groups_change_nothing(folders, tmp_path, prompts_per_ro
     assert_same(run_ours(folders, tmp_path, prompts_per_row, **more), run_trl(folders, tmp_path, **more))
 
 
-def test_second_iteration_is_off_policy_and_clipped(folders, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"beta": 0.04, "temperature": 0.8}])
+def test_second_iteration_is_off_policy_and_clipped(folders, tmp_path, more):
     """Two updates on one rollout: the second has ratios away from 1 (a large step), clipped
-    asymmetrically."""
-    more = {
+    asymmetrically, and a KL term that is not 0."""
+    more = more | {
         "num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.1, "epsilon_high": 0.3,
         "loss_type": "dapo",
     }  # fmt: skip
