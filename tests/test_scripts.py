@@ -531,3 +531,11 @@ def test_a_missing_package_is_named(installed, requirements, capsys: pytest.Capt
 
 def test_the_tests_themselves_run_on_tested_versions():
     versions.check_versions()
+
+
+@pytest.mark.parametrize("script", ["train.sh", "methods/demo/train.sh"])
+def test_editing_a_script_does_not_disturb_its_run(script):
+    """bash reads on while it runs, so an edit in the hours of training would be executed from its middle."""
+    lines = (ROOT / script).read_text().splitlines()
+    code = [line for line in lines if line and not line.startswith("#")]
+    assert code[1].startswith("{") and code[-2:] == ["exit 0", "}"]

@@ -7,6 +7,7 @@
 #
 # Environment: OUT (logs and checkpoints; methods/demo/work/run), SUBMISSION (the best model; OUT/submission), PYTHON.
 set -euo pipefail
+{ # bash reads a script while it runs: in braces it is read whole, and editing it does not disturb a run
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"
 
 DEMO=$ROOT/methods/demo
@@ -76,3 +77,5 @@ measure "$MODEL" "$OUT/before"
 bash "$ROOT/train.sh" "${recipe[@]}" ${flags[@]+"${flags[@]}"}
 measure "$SUBMISSION" "$OUT/after"
 "$PYTHON" "$DEMO/report.py" "$OUT/before" "$OUT/after"
+exit 0
+}
