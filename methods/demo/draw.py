@@ -1,6 +1,6 @@
 """Draw the demo's counting sets: questions like CLEVR's, on pictures of cubes, cylinders and spheres.
 
-    PYTHONPATH=. python methods/demo/draw.py --out methods/demo/work/data      # what train.sh draws
+    PYTHONPATH=. python methods/demo/draw.py --out methods/demo/runs/data      # what train.sh draws
     PYTHONPATH=. python methods/demo/draw.py --out work/data --only base       # what make_base.py trains on
 
 After CLEVR-CoGenT there are two conditions. In A a cube is gray, blue, brown or yellow and a cylinder red,

@@ -1,6 +1,6 @@
 """Make the demo's base: a Qwen2-VL of 1.4 million parameters that describes scenes and counts badly.
 
-    PYTHONPATH=. python methods/demo/make_base.py --work methods/demo/work/base --out FOLDER
+    PYTHONPATH=. python methods/demo/make_base.py --work methods/demo/runs/base --out FOLDER
 
 One pass of open_r1/sft.py over 40,000 drawn rows. Half describe a scene of one to nine objects; the other
 half show how to count, on scenes that mostly hold one to three. No fault is planted: it is trained briefly,

@@ -20,7 +20,7 @@ from trl import ModelConfig
 from open_r1 import sft
 
 DEMO = Path(__file__).resolve().parent
-ROOT, WORK = DEMO.parents[1], DEMO / "work"
+ROOT, WORK = DEMO.parents[1], DEMO / "runs"
 
 CONTROLS = {"SFT continued": "completion"}
 PROBE = 60  # steps that tell the speed of SFT

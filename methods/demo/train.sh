@@ -5,13 +5,13 @@
 #   bash methods/demo/train.sh --max_steps 50      flags come last, as in train.sh
 #   bash methods/demo/train.sh --rebuild_base      make the base anew first (about 20 minutes of one core)
 #
-# Environment: OUT (logs and checkpoints; methods/demo/work/run), SUBMISSION (the best model; OUT/submission), PYTHON.
+# Environment: OUT (logs and checkpoints; methods/demo/runs/run), SUBMISSION (the best model; OUT/submission), PYTHON.
 set -euo pipefail
 { # bash reads a script while it runs: in braces it is read whole, and editing it does not disturb a run
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"
 
 DEMO=$ROOT/methods/demo
-WORK=$DEMO/work
+WORK=$DEMO/runs
 DATA_SETS=$WORK/data
 export OUT=${OUT:-$WORK/run}
 export SUBMISSION=${SUBMISSION:-$OUT/submission}
