@@ -130,7 +130,7 @@ recipe=(
     --max_steps "$max_steps"        # 9,600 prompts, a starting value: stop sooner when validation no longer rises
 
     # Memory.
-    --gradient_checkpointing false  # rows are short, as completions share their prompt; true for 24 GB cards
+    --gradient_checkpointing false  # rows are short, as completions share their prompt; true: less memory, slower
 
     # Measuring and keeping.
     --eval_strategy steps           # greedy, under the grader's protocol; the best goes into the submission
