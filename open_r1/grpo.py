@@ -18,6 +18,7 @@ from open_r1.versions import check_versions
 check_versions()
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from trl import ModelConfig, TrlParser
@@ -239,5 +240,13 @@ def derived_numbers(args: GRPOArguments, num_rows: int, validation_rows: dict[st
     return "\n".join(f"{name:<16} {value}" for name, value in lines.items())
 
 
+def leave_together() -> None:
+    """Ranks end at the same time: one that leaves earlier tears down connections that others still use."""
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
 if __name__ == "__main__":
     main()
+    leave_together()

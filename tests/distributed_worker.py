@@ -101,6 +101,7 @@ def main() -> None:
         result = {"gradients": updates, "masters": masters, "rope": rope.clone()}
         result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
         torch.save(result, path)
+    grpo.leave_together()
 
 
 if __name__ == "__main__":
