@@ -17,6 +17,7 @@ export OUT=${OUT:-$WORK/run}
 export SUBMISSION=${SUBMISSION:-$OUT/submission}
 export MODEL=$DEMO/base DATA=$DATA_SETS/train VAL=$DATA_SETS/val OOD_VAL=$DATA_SETS/ood
 export NUM_GPUS=0
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as measured; two threads on busy cores are several times slower
 
 cat <<'BANNER'
 --------------------------------------------------------------------------------------------
