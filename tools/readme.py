@@ -28,8 +28,8 @@ def h200() -> str:
     lines = ["| on one H200, zero3.json, random weights of the real shape, 480x320 images | |", "|---|---|"]
     prompts = f"{run['prompts']} prompts x {run['generations']} completions"
     lines += [
-        f"| an update of {prompts}, {run['new_tokens']} new tokens (median of 20) | {seconds['median']} s: "
-        f"rollout {seconds['rollout']} s, update {seconds['update']} s |",
+        f"| an update of {prompts}, {run['new_tokens']} new tokens (median of updates 3 to 20) | "
+        f"{seconds['median']} s: rollout {seconds['rollout']} s, update {seconds['update']} s |",
         f"| the first update, which compiles | {seconds['first']} s |",
         f"| mean gap between rollout and trainer log-probs (bf16) | {run['gap_of_log_probs']} |",
     ]

@@ -3,7 +3,7 @@
 #
 #   bash methods/demo/train.sh                     draw the data, measure the base, train, measure again
 #   bash methods/demo/train.sh --max_steps 50      flags come last, as in train.sh
-#   bash methods/demo/train.sh --rebuild_base      make the base anew first (about 20 minutes of one core)
+#   bash methods/demo/train.sh --rebuild_base      make the base anew first (about ten minutes of one core)
 #
 # Environment: OUT (logs and checkpoints; methods/demo/runs/run), SUBMISSION (the best model; OUT/submission), PYTHON.
 set -euo pipefail
