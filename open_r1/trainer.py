@@ -8,14 +8,14 @@ so that a row's loss needs no knowledge of the other rows.
 
 Legend
   R  prompts of this rank's rollout     G  completions a prompt     F  reward functions
-  C  completions of a row               N  their tokens
+  N  completion tokens of a row
 """
 
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,35 +23,19 @@ from torch import Tensor
 from transformers import Trainer
 
 from . import validation
-from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss, token_weights
+from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss
 from .arguments import GRPOArguments
 from .checkpoint import load_policy, mark_complete, mark_incomplete, prune
 from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_loader, row_order
 from .keep_best import KeepBest, numbers_of
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
-from .packing import TOKEN_STATISTICS, PackedRow, add_scoring_forward, bucket_length, pack
+from .packing import TOKEN_STATISTICS, PackedRow, add_scoring_forward
 from .rewards import RewardCaller, reward_arguments
-from .rollout import Completion, Engine
+from .rollout import Engine
 from .sampling import Sampling, sampling_keys
+from .training_rows import Group, TrainingRow, build_rows, pack_groups
 from .weights import copy_weights, use_leaf_modules
-
-Group = Sequence[Completion]
-
-
-@dataclass
-class TrainingRow:
-    """A packed row with what its loss needs; every tensor is [N], a value per completion token."""
-
-    packed: PackedRow
-    advantages: Tensor
-    weights: Tensor
-    rollout_logps: Tensor
-    old_logps: Tensor | None = None
-    ref_logps: Tensor | None = None
-
-    def to(self, device: torch.device) -> "TrainingRow":
-        return TrainingRow(**{k: None if v is None else v.to(device) for k, v in vars(self).items()})
 
 
 class RolloutLoader:
@@ -161,7 +145,7 @@ class Qwen2VLGRPOTrainer(Trainer):
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
         advantages = group_advantages(rewards, args.scale_rewards)
-        rows = self.build_rows(prompts, groups, advantages[own])
+        rows = self.add_logps(build_rows(args, prompts, groups, advantages[own], self.sum_over_ranks))
 
         per_completion = self.gather(completion_numbers(prompts, groups))
         logs = rollout_metrics(per_completion, rewards, per_function, names)
@@ -174,6 +158,9 @@ class Qwen2VLGRPOTrainer(Trainer):
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one behind the other, on the CPU."""
         return self.accelerator.gather(tensor.to(self.args.device)).cpu()
+
+    def sum_over_ranks(self, value: float) -> float:
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.args.device)))
 
     def reward(self, prompts: list[Prompt], groups: list[Group], numbers: list[int]) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
@@ -188,75 +175,19 @@ class Qwen2VLGRPOTrainer(Trainer):
         values = []
         for i in range(0, len(prompts), self.args.prompts_per_row):
             part = slice(i, i + self.args.prompts_per_row)
-            row = self.pack(prompts[part], groups[part])
+            row = pack_groups(prompts[part], groups[part], self.args.device)
             lengths = [c.token_ids.numel() for group in groups[part] for c in group]
             values += self.score(self.model_wrapped, row, statistic).cpu().split(lengths)
         return values
 
-    def build_rows(self, prompts: list[Prompt], groups: list[Group], advantages: Tensor) -> list[TrainingRow]:
-        """prompts_per_row groups a row; per update, the tokens and completions of all ranks are the
-        normaliser."""
-        args = self.args
-        per_row, per_update = args.prompts_per_row, args.prompts_per_row * args.gradient_accumulation_steps
-        rows = []
-        for i in range(0, len(prompts), per_update):
-            counted = [
-                c.token_ids.numel()
-                for group in groups[i : i + per_update]
-                for c in group
-                if not (args.mask_truncated_completions and c.truncated)
-            ]
-            tokens = int(self.accelerator.reduce(torch.tensor(float(sum(counted)), device=args.device)))
-            for j in range(i, i + per_update, per_row):
-                part = slice(j, j + per_row)
-                rows.append(self.build_row(prompts[part], groups[part], advantages[part], tokens))
-        if args.updates_per_rollout > 1:
+    def add_logps(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+        """The log-probs that later updates of a rollout and a KL term are measured against."""
+        if self.args.updates_per_rollout > 1:
             # From the second update on the policy is not the one that sampled.
             rows = [replace(row, old_logps=self.score(self.model_wrapped, row.packed).cpu()) for row in rows]
-        if args.beta:
+        if self.args.beta:
             rows = [replace(row, ref_logps=self.score(self.ref_model, row.packed).cpu()) for row in rows]
         return rows
-
-    def build_row(
-        self, prompts: list[Prompt], groups: list[Group], advantages: Tensor, update_tokens: int
-    ) -> TrainingRow:
-        """advantages are [prompts of the row, G]."""
-        args = self.args
-        if not args.beta:
-            # A group without variance has no gradient. One stays even so: every rank runs the same number
-            # of rows.
-            live = [i for i, group in enumerate(advantages) if group.any()] or [0]
-            prompts, groups, advantages = (
-                [prompts[i] for i in live],
-                [groups[i] for i in live],
-                advantages[live],
-            )
-        completions = [c for group in groups for c in group]
-        lengths = torch.tensor([c.token_ids.numel() for c in completions])  # [C]
-        weights = token_weights(
-            lengths,
-            torch.tensor([c.truncated for c in completions]),
-            args.loss_type,
-            args.max_completion_length,
-            bool(args.mask_truncated_completions),
-            update_completions=args.prompts_per_update * args.num_generations,
-            update_tokens=update_tokens,
-        )
-        packed = self.pack(prompts, groups)
-        return TrainingRow(
-            packed=packed,
-            advantages=advantages.flatten()[packed.owners],
-            weights=weights[packed.owners],
-            rollout_logps=torch.cat([c.logps for c in completions]),
-        )
-
-    def pack(self, prompts: Sequence[Prompt], groups: Sequence[Group]) -> PackedRow:
-        tokens = [[c.token_ids for c in group] for group in groups]
-        length = None
-        if self.args.device.type == "cuda":
-            fed = sum(t.numel() - 1 for group in tokens for t in group)
-            length = bucket_length(sum(p.input_ids.numel() for p in prompts) + fed)
-        return pack(list(zip(prompts, tokens, strict=True)), length)
 
     @torch.no_grad()
     def score(self, model, row: PackedRow, statistic: str | None = None) -> Tensor:
