@@ -19,18 +19,18 @@ check_versions()
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from trl import ModelConfig, TrlParser
 
-from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
-from open_r1.checkpoint import complete_marker, load_policy, local_model, newest_complete
-from open_r1.data import CountingData, PromptEncoder, load_processor, load_rows
-from open_r1.data_checks import BackgroundDecode, check_rows, drop_overlap, good_rows, refuse_same_folder
+from open_r1.checkpoint import load_policy
+from open_r1.data import PromptEncoder, load_processor
+from open_r1.data_checks import BackgroundDecode
 from open_r1.keep_best import KeepBest
+from open_r1.preflight import preflight
 from open_r1.protocol import ANSWER, extract_answer
-from open_r1.rewards import RewardCaller, RewardError, check_signature, resolve_rewards, try_rewards
+from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.trainer import Qwen2VLGRPOTrainer
 
@@ -78,7 +78,6 @@ def main() -> None:
         (RecipeArguments, GRPOArguments, ModelConfig)
     ).parse_args_and_config()
     try:
-        check_args(recipe, args, model_args)
         run(recipe, args, model_args)
     except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
         sys.exit(f"grpo.py: {refusal}")
@@ -87,36 +86,12 @@ def main() -> None:
 def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
     """Checks, loads, trains, validates; returns the trainer (None after a dry run)."""
     set_seed(args.seed)
-    say = print if args.process_index == 0 else lambda *_: None
-    out = Path(args.output_dir)
-    base = local_model(model_args.model_name_or_path)
-
-    # Data: every row is looked at before the first step.
-    processor = load_processor(base, recipe.min_pixels, recipe.max_pixels)
-    data = load_rows(recipe.dataset_name, recipe.dataset_train_split, recipe.dataset_config)
-    named = {"val": recipe.val_dataset, "ood_val": recipe.ood_val_dataset}
-    validation_sets = {
-        name: load_rows(source, recipe.dataset_test_split, recipe.dataset_config)
-        for name, source in named.items()
-        if source
-    }
-    rows = usable_rows(recipe, args, data, validation_sets, processor, out)
-
-    # Rewards: proved on gold answers.
-    rewards = resolve_rewards(recipe.reward_funcs, args.reward_weights, reward_funcs_registry)
-    for reward in rewards:
-        check_signature(reward, data.columns(rows[0]).keys())
-    columns, images = [data.columns(row) for row in rows[:8]], [data.images(row) for row in rows[:8]]
-    say(try_rewards(rewards, columns, images, processor.tokenizer))
-
-    if args.max_steps <= 0:
-        rollouts = -(-int(len(rows) * args.num_train_epochs) // args.prompts_per_rollout)
-        args.max_steps = rollouts * args.updates_per_rollout
-    say(derived_numbers(args, len(rows), {name: len(val) for name, val in validation_sets.items()}))
-    done = find_checkpoint(args, out)
+    ready = preflight(recipe, args, model_args, reward_funcs_registry)
     if recipe.dry_run:
-        say("ready: nothing was launched (--dry_run)")
         return None
+    say = print if args.process_index == 0 else lambda *_: None
+    out, base, done = Path(args.output_dir), ready.base, ready.done
+    processor, data, rows, rewards = ready.processor, ready.data, ready.rows, ready.rewards
 
     step_line, json_log = StepLine(), JsonLog(out)
     callbacks = [step_line, json_log]
@@ -151,7 +126,7 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
         rows,
         encoder,
         rewards=RewardCaller(rewards, recipe.max_reward_failures),
-        validation_sets=validation_sets,
+        validation_sets=ready.validation_sets,
         eval_encoder=grader,
         keep_best=KeepBest(base, Path(recipe.submission_dir)) if recipe.submission_dir else None,
         ref_model=reference,
@@ -173,71 +148,6 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
             f"{trainer.keep_best.best_score:.2f}"
         )
     return trainer
-
-
-def usable_rows(
-    recipe: RecipeArguments,
-    args: GRPOArguments,
-    data: CountingData,
-    validation_sets: dict[str, CountingData],
-    processor,
-    out: Path,
-) -> list[int]:
-    """The training rows without bad ones and without images that validation has too; looked for on rank 0."""
-    found = [None]
-    if args.process_index == 0:
-        refuse_same_folder(data, list(validation_sets.values()))
-        out.mkdir(parents=True, exist_ok=True)
-        # Only decoding finds a file cut short, and dropping it must come before the order of rows is drawn.
-        bad = check_rows(data, processor, full=recipe.check_data or recipe.skip_bad_rows)
-        kept = good_rows(data, bad, skip_bad_rows=recipe.skip_bad_rows, out=out)
-        for name, validation in validation_sets.items():
-            if bad := check_rows(validation, processor):
-                first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
-                raise ValueError(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
-        kept, shared = drop_overlap(data, list(validation_sets.values()), rows=kept)
-        print(
-            f"{len(kept):,} of {len(data):,} training rows: {len(bad)} bad, {shared} share an image "
-            "with validation"
-        )
-        found = [kept]
-    broadcast_object_list(found)
-    return found[0]
-
-
-def find_checkpoint(args: GRPOArguments, out: Path) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from: --resume_from_checkpoint, else the newest complete one, since the same
-    command continues its run."""
-    found = newest_complete(out)
-    asked = args.resume_from_checkpoint
-    if asked and str(asked).lower() != "true":
-        info = complete_marker(asked)
-        if info is None:
-            raise ValueError(f"--resume_from_checkpoint {asked} is no complete checkpoint; name another")
-        found = Path(asked), info
-    if found and found[1]["world_size"] != args.world_size:
-        raise ValueError(
-            f"{found[0]} was written by {found[1]['world_size']} processes and this run has "
-            f"{args.world_size}: run "
-            "with as many, or start from the submission's weights (MODEL=…) with another OUT"
-        )
-    return found
-
-
-def derived_numbers(args: GRPOArguments, num_rows: int, validation_rows: dict[str, int]) -> str:
-    per_update = args.prompts_per_update
-    epochs = args.max_steps * per_update / args.num_iterations / num_rows
-    lines = {
-        "training rows": f"{num_rows:,}",
-        "validation rows": ", ".join(f"{name} {n:,}" for name, n in validation_rows.items()) or "none",
-        "an update": f"{per_update} prompts x {args.num_generations} completions, "
-        f"in {args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} "
-        "processes",
-        "a rollout": f"{args.prompts_per_rollout} prompts, {args.updates_per_rollout} updates",
-        "the run": f"{args.max_steps:,} updates, {epochs:.2f} epochs",
-        "compute": f"{'bf16' if args.bf16 else 'float32'} on {args.device.type}, float32 master weights",
-    }
-    return "\n".join(f"{name:<16} {value}" for name, value in lines.items())
 
 
 def leave_together() -> None:

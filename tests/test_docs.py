@@ -72,7 +72,7 @@ def test_command(command, folder, tmp_path):
     if "train.sh" in command:
         assert "ready: nothing was launched" in done.stdout
     if "close" in command:
-        assert re.search(r"^close\s+1\s", done.stdout, re.M), "the new reward is not in the table of rewards"
+        assert re.search(r"close\s+1\s", done.stdout, re.M), "the new reward is not in the table of rewards"
 
 
 def copy_with_reward(tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""Everything that can be known before the first update: one screen, and all faults together.
+
+Each check is a function of the Run. It returns the lines of the screen and the faults, and leaves in the Run
+what it opened; a ValueError that it raises is a fault too. A check whose needs an earlier one could not meet
+is left out, and its line says so.
+"""
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from trl import ModelConfig
+
+from .arguments import GRPOArguments, RecipeArguments, check_args
+from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
+from .data import CountingData, load_processor, load_rows
+from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
+from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
+
+WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
+Found = tuple[list[str], list[str]]  # lines, faults
+
+
+@dataclass
+class Run:
+    """What was asked for, and what the checks opened; None where one could not."""
+
+    recipe: RecipeArguments
+    args: GRPOArguments
+    model_args: ModelConfig
+    registry: dict[str, Callable]
+    flags_fit: bool | None = None
+    base: Path | None = None
+    processor: Any = None
+    data: CountingData | None = None
+    validation_sets: dict[str, CountingData] = field(default_factory=dict)
+    rows: list[int] | None = None  # of data: those to train on
+    rewards: list[Reward] | None = None
+    done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
+
+    @property
+    def out(self) -> Path:
+        return Path(self.args.output_dir)
+
+    @property
+    def is_main(self) -> bool:
+        return self.args.process_index == 0
+
+
+class NotReady(ValueError):
+    """The numbered list of everything to change."""
+
+
+def preflight(
+    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, registry: dict[str, Callable]
+) -> Run:
+    """Makes every check on every rank (rank 0 alone looks at the rows) and shows the screen on rank 0; that
+    of a run which starts is kept as OUT/preflight.txt. Raises NotReady on rank 0, and SystemExit on the
+    others, when a rank found a fault."""
+    run = Run(recipe, args, model_args, registry)
+    lines, faults = look(run)
+    of_ranks = gather_object([faults])
+    for rank, others in enumerate(of_ranks[1:], start=1):
+        faults += [f"rank {rank}: {fault}" for fault in others if fault not in of_ranks[0]]
+    shared = [faults, run.rows, args.max_steps]
+    broadcast_object_list(shared)
+    faults, run.rows, args.max_steps = shared
+    if not run.is_main:
+        if faults:
+            raise SystemExit(1)
+        return run
+    screen = "\n".join(lines)
+    print(screen, flush=True)
+    if faults:
+        raise NotReady(to_change(faults))
+    if recipe.dry_run:
+        print("ready: nothing was launched (--dry_run)")
+    else:
+        print("ready", flush=True)
+        write_atomically(run.out / "preflight.txt", f"{screen}\nready\n".encode())
+    return run
+
+
+def look(run: Run) -> Found:
+    """The lines and the faults of all checks."""
+    screen, faults = [], []
+    for name, check, needs in CHECKS:
+        lacking = [need for need in needs if getattr(run, need) is None]
+        if lacking:
+            screen += entry(name, [f"not looked at: {', '.join(lacking)} first (see the list below)"])
+            continue
+        try:
+            lines, found = check(run)
+        except (ValueError, RewardError) as refusal:
+            lines, found = [], [str(refusal)]
+        screen += entry(name, lines or ["see the list below"] if found else lines)
+        faults += found
+    return screen, faults
+
+
+def entry(name: str, lines: list[str]) -> list[str]:
+    """The lines under one name, wrapped."""
+    wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH - LABEL, break_on_hyphens=False)]
+    return [f"{name if i == 0 else '':<{LABEL}}{part}" for i, part in enumerate(wrapped)]
+
+
+def to_change(faults: list[str]) -> str:
+    items = [f"{number:>3}. {fault}" for number, fault in enumerate(faults, start=1)]
+    return "\n".join([f"not ready: {len(faults)} thing{'s' * (len(faults) > 1)} to change", *items])
+
+
+# --- The flags
+
+
+def check_flags(run: Run) -> Found:
+    check_args(run.recipe, run.args, run.model_args)
+    run.flags_fit = True
+    return [], []
+
+
+# --- The model
+
+
+def check_model(run: Run) -> Found:
+    run.base = local_model(run.model_args.model_name_or_path)
+    return [str(run.base)], []
+
+
+def check_processor(run: Run) -> Found:
+    run.processor = load_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
+    return [], []
+
+
+# --- The data
+
+
+def check_data(run: Run) -> Found:
+    recipe = run.recipe
+    run.data = load_rows(recipe.dataset_name, recipe.dataset_train_split, recipe.dataset_config)
+    named = {"val": recipe.val_dataset, "ood_val": recipe.ood_val_dataset}
+    run.validation_sets = {
+        name: load_rows(source, recipe.dataset_test_split, recipe.dataset_config)
+        for name, source in named.items()
+        if source
+    }
+    return [], []
+
+
+def check_training_rows(run: Run) -> Found:
+    """The training rows without bad ones and without images that validation has too."""
+    if not run.is_main:
+        return [], []
+    data, sets, skip = run.data, run.validation_sets, run.recipe.skip_bad_rows
+    refuse_same_folder(data, list(sets.values()))
+    run.out.mkdir(parents=True, exist_ok=True)
+    # Only decoding finds a file cut short, and dropping it must come before the order of rows is drawn.
+    bad = check_rows(data, run.processor, full=run.recipe.check_data or skip)
+    kept = good_rows(data, bad, skip_bad_rows=skip, out=run.out)
+    run.rows, shared = drop_overlap(data, list(sets.values()), rows=kept)
+    used = f"{len(run.rows):,} of {len(data):,} training rows"
+    return [f"{used}: {len(bad)} bad, {shared} share an image with validation"], []
+
+
+def check_validation_rows(run: Run) -> Found:
+    if not run.is_main:
+        return [], []
+    faults = []
+    for name, data in run.validation_sets.items():
+        if bad := check_rows(data, run.processor):
+            first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
+            faults.append(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
+    return [", ".join(f"{name} {len(rows):,} rows" for name, rows in run.validation_sets.items())], faults
+
+
+# --- The rewards
+
+
+def check_rewards(run: Run) -> Found:
+    """Proved on gold answers."""
+    run.rewards = resolve_rewards(run.recipe.reward_funcs, run.args.reward_weights, run.registry)
+    if not run.is_main:
+        return [], []
+    some = (run.rows or range(len(run.data)))[:8]
+    columns, images = [run.data.columns(row) for row in some], [run.data.images(row) for row in some]
+    for reward in run.rewards:
+        check_signature(reward, columns[0].keys())
+    return try_rewards(run.rewards, columns, images, run.processor.tokenizer).splitlines(), []
+
+
+# --- What the run will do
+
+
+def check_updates(run: Run) -> Found:
+    args = run.args
+    if not run.is_main:
+        return [], []
+    if args.max_steps <= 0:
+        rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_per_rollout)
+        args.max_steps = rollouts * args.updates_per_rollout
+    epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
+    return [
+        f"{args.prompts_per_update} prompts x {args.num_generations} completions, in "
+        f"{args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} "
+        f"processes; a rollout is {args.prompts_per_rollout} prompts, {args.updates_per_rollout} updates",
+        f"{args.max_steps:,} updates, {epochs:.2f} epochs",
+        f"{'bf16' if args.bf16 else 'float32'} on {args.device.type}, float32 master weights",
+    ], []
+
+
+def check_checkpoint(run: Run) -> Found:
+    """The checkpoint to go on from: --resume_from_checkpoint, else the newest complete one, since the same
+    command continues its run."""
+    args = run.args
+    run.done = newest_complete(run.out)
+    asked = args.resume_from_checkpoint
+    if asked and str(asked).lower() != "true":
+        info = complete_marker(asked)
+        if info is None:
+            raise ValueError(f"--resume_from_checkpoint {asked} is no complete checkpoint; name another")
+        run.done = Path(asked), info
+    if run.done and run.done[1]["world_size"] != args.world_size:
+        raise ValueError(
+            f"{run.done[0]} was written by {run.done[1]['world_size']} processes and this run has "
+            f"{args.world_size}: run with as many, or start from the submission's weights (MODEL=…) with "
+            "another OUT"
+        )
+    return [f"goes on from {run.done[0]}" if run.done else "starts anew"], []
+
+
+CHECKS = [  # name, function, what an earlier check must have left in the Run
+    ("flags", check_flags, ()),
+    ("model", check_model, ()),
+    ("processor", check_processor, ("base",)),
+    ("data", check_data, ()),
+    ("train", check_training_rows, ("data", "processor")),
+    ("validation", check_validation_rows, ("data", "processor")),
+    ("rewards", check_rewards, ("data", "processor")),
+    ("an update", check_updates, ("flags_fit", "rows")),
+    ("start", check_checkpoint, ()),
+]
