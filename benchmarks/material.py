@@ -1,0 +1,72 @@
+"""Makes what a measurement reads, once: the base model with random weights, and rows of images.
+
+    python -m benchmarks.material SETTINGS.json
+"""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Image, Value
+from PIL import Image as PILImage
+
+from benchmarks.random_base import make_base
+from benchmarks.settings import Settings
+from tests.tiny import save_public_form
+
+NUM_ROWS = 64
+QUESTION = "How many items are there in the image?"
+MIXED_SIZES = [(480, 320), (320, 480), (448, 448), (640, 480), (224, 224)]
+NEVER = -1  # as an end-of-sequence token: no completion ends before its full length, on either side
+
+
+def picture(seed: int, width: int, height: int) -> bytes:
+    """A JPEG of coloured patches, about as large as a photograph of that size."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    PILImage.fromarray(coarse).resize((width, height), PILImage.Resampling.BICUBIC).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def make_rows(settings: Settings) -> None:
+    """Rows of one question and one size of image, or (--flat) of many."""
+    numbers = range(NUM_ROWS)
+    if settings.flat:
+        sizes = [MIXED_SIZES[i % len(MIXED_SIZES)] for i in numbers]
+        questions = [f"How many{' red' * (i % 7)} items are there in the image?" for i in numbers]
+    else:
+        sizes, questions = [(settings.width, settings.height)] * NUM_ROWS, [QUESTION] * NUM_ROWS
+    rows = {
+        "image": [{"bytes": picture(i, *size), "path": None} for i, size in enumerate(sizes)],
+        "problem": questions,
+        "solution": [f"<answer> {3 + i % 7} </answer>" for i in numbers],
+    }
+    features = Features(image=Image(), problem=Value("string"), solution=Value("string"))
+    Dataset.from_dict(rows, features=features).save_to_disk(settings.rows)
+
+
+def set_ends(base: Path, tokens: list[int]) -> None:
+    """Writes the end-of-sequence tokens into generation_config.json, where both sides read them."""
+    file = base / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokens}, indent=2))
+
+
+def make(settings: Settings) -> None:
+    done = settings.base / "generation_config.json"
+    if not done.exists():
+        print(f"making {settings.base}", flush=True)
+        if settings.size == "2b":
+            make_base(settings.base)
+        else:
+            save_public_form(settings.base)
+    if not (settings.rows / "state.json").exists():
+        make_rows(settings)
+    vocabulary = json.loads((settings.base / "config.json").read_text())["vocab_size"]
+    # In a flat run every hundredth token ends a completion: lengths of all kinds, 100 on average.
+    set_ends(settings.base, list(range(50, vocabulary, 100)) if settings.flat else [NEVER])
+
+
+if __name__ == "__main__":
+    make(Settings.load(sys.argv[1]))

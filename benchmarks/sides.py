@@ -1,0 +1,199 @@
+"""Measures one side, the product or TRL's GRPOTrainer, in a process of its own.
+
+    python -m benchmarks.sides {product|trl} SETTINGS.json RESULT.json
+
+benchmarks/step.py starts it, sets its environment and puts the sides together.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.clocks import PartsClock, UpdateClock, memory_gib, peak_memory_gib
+from benchmarks.rewards import all_different
+from benchmarks.settings import Settings
+
+PARTS = ("prefill", "decode", "rewards", "update", "optimizer", "refresh")
+
+
+def start_deepspeed_on_cpu() -> None:
+    """accelerate has no CPU path for DeepSpeed: a state that is made first with gloo gives it one."""
+    import deepspeed.ops
+    from accelerate import PartialState
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # plain gloo, not a C++ build of a minute
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
+class Measurement:
+    """Warm-up, then the measured updates, then `parts_steps` more in which parts are timed."""
+
+    def __init__(self, settings: Settings, time_parts=lambda clock: None):
+        self.settings, self.parts, self.peak = settings, PartsClock(), {}
+        begin, end = settings.warmup, settings.warmup + settings.steps
+        self.begin, self.end = begin, end
+
+        def measured() -> None:
+            self.peak = peak_memory_gib()
+            time_parts(self.parts)
+
+        reset = torch.cuda.reset_peak_memory_stats if torch.cuda.is_available() else lambda: None
+        self.clock = UpdateClock({begin: reset, end: measured})
+
+    def result(self, log_history: list[dict]) -> dict[str, Any]:
+        updates = self.clock.updates
+        lengths = {log["completions/mean_length"] for log in log_history if "completions/mean_length" in log}
+        if lengths != {self.settings.new_tokens}:
+            raise RuntimeError(f"completions of {lengths} tokens instead of {self.settings.new_tokens}")
+        return {
+            "update_s": statistics.median(updates[self.begin : self.end]),
+            "updates_s": updates[self.begin : self.end],
+            "first_update_s": updates[0],
+            "warmup_s": updates[: self.begin],
+            "peak_gib": self.peak,
+        }
+
+
+def capture_product(settings: Settings, out: Path, callback_of) -> Any:
+    """Runs open_r1/grpo.py as its users do and returns its trainer. `callback_of(trainer)` is added to it."""
+    from open_r1 import arguments, grpo
+
+    # Measured beyond the grader's length too.
+    arguments.MAX_NEW_TOKENS = max(arguments.MAX_NEW_TOKENS, settings.new_tokens)
+    trainers, original = [], grpo.Qwen2VLGRPOTrainer
+
+    class Watched(original):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.add_callback(callback_of(self))
+            trainers.append(self)
+
+    grpo.Qwen2VLGRPOTrainer = Watched
+    sys.argv = ["grpo.py", *settings.product_flags(out)]
+    try:
+        grpo.main()
+    finally:
+        grpo.Qwen2VLGRPOTrainer = original
+    return trainers[0]
+
+
+def measure_product(settings: Settings, out: Path) -> dict[str, Any]:
+    measurements = []
+
+    def callback_of(trainer):
+        def time_parts(clock: PartsClock) -> None:
+            clock.time(trainer.engine, "_prefill", "prefill")
+            clock.time(trainer.engine, "_decode", "decode")
+            clock.time(trainer, "reward", "rewards")
+            clock.time(trainer, "refresh", "refresh")
+            clock.time(trainer, "training_step", "update")
+            # DeepSpeed clips and steps inside backward(), so inside training_step.
+            clock.time(trainer.accelerator, "clip_grad_norm_", "optimizer")
+            clock.time(*stepper(trainer), "optimizer")
+
+        measurements.append(Measurement(settings, time_parts))
+        return measurements[0].clock
+
+    trainer = capture_product(settings, out, callback_of)
+    measurement = measurements[0]
+    result = measurement.result(trainer.state.log_history)
+    seconds = measurement.parts.seconds
+    per_update = {part: seconds[part] / settings.parts_steps for part in PARTS}
+    timed = sum(measurement.clock.updates[measurement.end :]) / settings.parts_steps
+    prompt = trainer.encoder.encode(trainer.train_dataset, 0)
+    logs = [log for log in trainer.state.log_history if "logps_gap" in log]
+    return result | {
+        "parts_s": per_update | {"other": timed - sum(per_update.values())},
+        "parts_update_s": timed,
+        "prompt_tokens": prompt.input_ids.numel(),
+        "logps_gap": statistics.median(log["logps_gap"] for log in logs),
+    }
+
+
+def stepper(trainer) -> tuple[Any, str]:
+    return (trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.optimizer), "step"
+
+
+def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
+    """TRL as its users run it, on the same files; `generate` is its rollout."""
+    from datasets import Dataset, concatenate_datasets, load_from_disk
+    from trl import GRPOConfig, GRPOTrainer
+
+    from open_r1.data import load_processor
+    from open_r1.protocol import EVAL_TEMPLATE
+
+    rows = load_from_disk(settings.rows)
+    texts = [EVAL_TEMPLATE.format(question=question) for question in rows["problem"]]
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
+    data = concatenate_datasets([prompts, rows.select_columns("image")], axis=1)
+    processor = load_processor(settings.base)
+    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
+    args = GRPOConfig(
+        **settings.shared(out),
+        per_device_train_batch_size=settings.group * settings.trl_prompts_per_batch,
+        gradient_accumulation_steps=settings.prompts // settings.trl_prompts_per_batch,
+        # device_map: its default would put accelerate's dispatch between the layers.
+        model_init_kwargs={"dtype": "bfloat16" if settings.cuda else "float32", "device_map": None},
+        generation_kwargs={
+            "min_new_tokens": settings.new_tokens,
+            # A placeholder that random weights sample would be looked up among the image's features.
+            "suppress_tokens": processor.tokenizer.convert_tokens_to_ids(names),
+        },
+    )
+    measurement = Measurement(settings)
+    trainer = GRPOTrainer(
+        str(settings.base), all_different, args, data, processing_class=processor,
+        callbacks=[measurement.clock],
+    )  # fmt: skip
+    trainer.train()
+    result = measurement.result(trainer.state.log_history)
+    seen = [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log][-1]
+    completions = settings.updates * settings.prompts * settings.group
+    return result | {"prompt_tokens": round(seen / completions) - settings.new_tokens}
+
+
+def measure_flat(settings: Settings, out: Path) -> dict[str, Any]:
+    """Seconds, memory and compilations of each of `flat` product updates with completions of all lengths."""
+    updates = []
+
+    class Record(UpdateClock):
+        def on_step_end(self, args, state, control, **kwargs):
+            super().on_step_end(args, state, control, **kwargs)
+            updates.append({"s": self.updates[-1], "graphs": compiled_graphs(), **memory_gib()})
+
+    trainer = capture_product(settings, out, lambda trainer: Record({}))
+    lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "reward" in log]
+    return {"updates": [row | {"tokens": n} for row, n in zip(updates, lengths, strict=True)]}
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+MEASURE = {"product": measure_product, "trl": measure_trl, "flat": measure_flat}
+
+
+def main() -> None:
+    side, settings, result = sys.argv[1], Settings.load(sys.argv[2]), Path(sys.argv[3])
+    if settings.mode != "none" and not settings.cuda:
+        start_deepspeed_on_cpu()
+    with tempfile.TemporaryDirectory() as out:
+        try:
+            found = MEASURE[side](settings, Path(out))
+        except torch.OutOfMemoryError:
+            found = {"error": "out of memory"}
+    result.write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
