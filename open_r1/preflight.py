@@ -5,6 +5,7 @@ what it opened; a ValueError that it raises is a fault too. A check whose needs 
 is left out, and its line says so.
 """
 
+import contextlib
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
+from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
+from . import model_checks
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
-from .data import CountingData, load_processor, load_rows
+from .data import CountingData, DataError, load_processor, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
+GOLD_ROWS = 8  # rows that the rewards are tried on
 Found = tuple[list[str], list[str]]  # lines, faults
 
 
@@ -32,8 +36,9 @@ class Run:
     args: GRPOArguments
     model_args: ModelConfig
     registry: dict[str, Callable]
-    flags_fit: bool | None = None
-    base: Path | None = None
+    flags: bool | None = None
+    base: Path | None = None  # the model's folder
+    config: Qwen2VLConfig | None = None
     processor: Any = None
     data: CountingData | None = None
     validation_sets: dict[str, CountingData] = field(default_factory=dict)
@@ -90,7 +95,7 @@ def look(run: Run) -> Found:
     for name, check, needs in CHECKS:
         lacking = [need for need in needs if getattr(run, need) is None]
         if lacking:
-            screen += entry(name, [f"not looked at: {', '.join(lacking)} first (see the list below)"])
+            screen += entry(name, [f"not looked at, since it needs {' and '.join(lacking)}"])
             continue
         try:
             lines, found = check(run)
@@ -108,7 +113,7 @@ def entry(name: str, lines: list[str]) -> list[str]:
 
 
 def to_change(faults: list[str]) -> str:
-    items = [f"{number:>3}. {fault}" for number, fault in enumerate(faults, start=1)]
+    items = [f"{n:>3}. " + fault.replace("\n", "\n     ") for n, fault in enumerate(faults, start=1)]
     return "\n".join([f"not ready: {len(faults)} thing{'s' * (len(faults) > 1)} to change", *items])
 
 
@@ -117,7 +122,7 @@ def to_change(faults: list[str]) -> str:
 
 def check_flags(run: Run) -> Found:
     check_args(run.recipe, run.args, run.model_args)
-    run.flags_fit = True
+    run.flags = True
     return [], []
 
 
@@ -125,13 +130,43 @@ def check_flags(run: Run) -> Found:
 
 
 def check_model(run: Run) -> Found:
+    if not run.model_args.model_name_or_path:
+        raise ValueError("--model_name_or_path is missing: set it to a Qwen2-VL folder or a hub name")
     run.base = local_model(run.model_args.model_name_or_path)
+    run.config = model_checks.check_config(run.base)
     return [str(run.base)], []
 
 
+def check_weights(run: Run) -> Found:
+    return model_checks.check_weights(run.base, run.config) if run.is_main else ([], [])
+
+
 def check_processor(run: Run) -> Found:
-    run.processor = load_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
-    return [], []
+    processor = open_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
+    lines, faults = model_checks.check_processor(run.base, processor, run.config)
+    if not faults:
+        run.processor = processor
+    return lines, faults
+
+
+def open_processor(base: Path, min_pixels: int | None, max_pixels: int | None):
+    """load_processor, with a sentence for whatever the library raises."""
+    try:
+        return load_processor(base, min_pixels, max_pixels)
+    except DataError:
+        raise
+    except Exception as error:  # its files can be wrong in as many ways as there are files
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        fault = f"{base} has no processor that loads ({reason}); set MODEL to a whole model"
+        raise ValueError(fault) from error
+
+
+def check_generation(run: Run) -> Found:
+    return model_checks.check_generation(run.base, run.config, run.args)
+
+
+def check_template(run: Run) -> Found:
+    return model_checks.check_template(run.base, run.processor)
 
 
 # --- The data
@@ -179,15 +214,25 @@ def check_validation_rows(run: Run) -> Found:
 
 
 def check_rewards(run: Run) -> Found:
-    """Proved on gold answers."""
     run.rewards = resolve_rewards(run.recipe.reward_funcs, run.args.reward_weights, run.registry)
+    return [], []
+
+
+def check_gold(run: Run) -> Found:
+    """The rewards, proved on gold answers of the first rows that have one."""
     if not run.is_main:
         return [], []
-    some = (run.rows or range(len(run.data)))[:8]
-    columns, images = [run.data.columns(row) for row in some], [run.data.images(row) for row in some]
+    columns, images = [], []
+    for row in run.rows or range(len(run.data)):
+        with contextlib.suppress(DataError):  # bad rows are listed by their own check
+            columns, images = [*columns, run.data.columns(row)], [*images, run.data.images(row)]
+        if len(images) == GOLD_ROWS:
+            break
+    if not images:
+        return [], [f"{run.data.source} has no row to try the rewards on"]
     for reward in run.rewards:
         check_signature(reward, columns[0].keys())
-    return try_rewards(run.rewards, columns, images, run.processor.tokenizer).splitlines(), []
+    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer).splitlines(), []
 
 
 # --- What the run will do
@@ -233,11 +278,15 @@ def check_checkpoint(run: Run) -> Found:
 CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("flags", check_flags, ()),
     ("model", check_model, ()),
-    ("processor", check_processor, ("base",)),
+    ("weights", check_weights, ("config",)),
+    ("processor", check_processor, ("config",)),
+    ("generation", check_generation, ("config",)),
+    ("template", check_template, ("processor",)),
     ("data", check_data, ()),
     ("train", check_training_rows, ("data", "processor")),
     ("validation", check_validation_rows, ("data", "processor")),
-    ("rewards", check_rewards, ("data", "processor")),
-    ("an update", check_updates, ("flags_fit", "rows")),
+    ("rewards", check_rewards, ()),
+    ("", check_gold, ("rewards", "data", "processor")),
+    ("an update", check_updates, ("flags", "rows")),
     ("start", check_checkpoint, ()),
 ]

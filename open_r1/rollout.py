@@ -129,13 +129,36 @@ class DecodeBatch:
         return tensors if self.seen is None else [*tensors, self.seen]
 
 
+def end_tokens(settings: GenerationConfig) -> list[int]:
+    """The ids that end a completion."""
+    eos = settings.eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def unsupported(settings: GenerationConfig) -> str | None:
+    """A sentence about what FastEngine does not implement."""
+    defaults = GenerationConfig()
+    refused = {
+        name: getattr(settings, name)
+        for name in UNSUPPORTED
+        if getattr(settings, name, None) not in (None, 0, [], False, getattr(defaults, name, None))
+    }
+    if (settings.num_beams or 1) > 1:
+        refused["num_beams"] = settings.num_beams
+    if not refused:
+        return None
+    return (
+        f"generation_config.json sets {refused}, which the fast engine does not implement: use the "
+        "transformers engine (--rollout_engine transformers, selfcheck.py --engine transformers)"
+    )
+
+
 class Engine:
     """What both engines know of the model: where a completion ends, and which tokens must not be sampled."""
 
     def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
         self.model, self.processor = model.eval(), processor
-        eos = model.generation_config.eos_token_id
-        self.eos = [eos] if isinstance(eos, int) else list(eos or [])
+        self.eos = end_tokens(model.generation_config)
         if not self.eos:
             raise ValueError(
                 "generation_config.json names no eos_token_id: completions would never end; set it there"
@@ -162,20 +185,8 @@ class FastEngine(Engine):
     def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
         super().__init__(model, processor)
         settings = model.generation_config
-        defaults = GenerationConfig()
-        refused = {
-            name: getattr(settings, name)
-            for name in UNSUPPORTED
-            if getattr(settings, name, None) not in (None, 0, [], False, getattr(defaults, name, None))
-        }
-        if (settings.num_beams or 1) > 1:
-            refused["num_beams"] = settings.num_beams
-        if refused:
-            raise ValueError(
-                f"generation_config.json sets {refused}, which the fast engine does not implement: "
-                "use the transformers "
-                "engine (--rollout_engine transformers, selfcheck.py --engine transformers)"
-            )
+        if fault := unsupported(settings):
+            raise ValueError(fault)
         self.penalty = settings.repetition_penalty or 1.0
         model.model.language_model.set_attn_implementation(ATTENTION)
         self.device = model.device

@@ -208,9 +208,7 @@ def flags(folder: Path, out: Path, *more) -> list[str]:
 
 
 def run(folder, out, *more):
-    parsed = parse(*flags(folder, out, *more))
-    check_args(*parsed)
-    return grpo.run(*parsed)
+    return grpo.run(*parse(*flags(folder, out, *more)))
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,0 +1,222 @@
+"""Whether a model's folder can be trained from, told without loading it: configuration, safetensors headers,
+processor, generation settings, chat template.
+
+Each check returns (lines to show, faults to change). Values are not read, but for an output head that ought
+to be tied to the embedding.
+"""
+
+import json
+from pathlib import Path
+
+import PIL.Image
+import torch
+from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
+
+from .arguments import GRPOArguments
+from .checkpoint import EMBEDDING, HEAD, MODEL_TYPE, Slot, read_header, tensor_slots, weight_files
+from .protocol import conversation
+from .rollout import end_tokens, unsupported
+
+Found = tuple[list[str], list[str]]  # lines, faults
+# Settings of a generation_config that only sampling reads, with the values that leave it as it is.
+SAMPLING_SETTINGS = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}  # fmt: skip
+
+
+def check_config(base: Path) -> Qwen2VLConfig:
+    """The configuration. Raises ValueError for another kind of model, or none."""
+    try:
+        content = json.loads((base / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        fault = f"has no readable config.json ({error}); set MODEL to a whole model"
+        if (base / "adapter_config.json").exists():
+            fault = "is a LoRA adapter; merge it into its base, and set MODEL to that"
+        raise ValueError(f"{base} {fault}") from error
+    kind = content.get("model_type")
+    if kind != MODEL_TYPE:
+        raise ValueError(f"{base} is a {kind!r} model; set MODEL to a {MODEL_TYPE!r} one")
+    if "quantization_config" in content:
+        raise ValueError(f"{base} is quantized, and cannot be trained in full; set MODEL to its original")
+    return Qwen2VLConfig.from_pretrained(base)
+
+
+# --- Weights
+
+
+def parameter_shapes(config: Qwen2VLConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model by its module's name; a tied head is the embedding and is not listed."""
+    with torch.device("meta"):
+        model = Qwen2VLForConditionalGeneration(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
+    """Are all tensors of the configuration there, in their shapes, in files of their full length?"""
+    faults = [fault for file in weight_files(base) if (fault := _file_fault(base / file))]
+    if faults:
+        return [], faults
+    slots, shapes = tensor_slots(base), parameter_shapes(config)
+    wrong = sorted(n for n in slots.keys() & shapes.keys() if any(s.shape != shapes[n] for s in slots[n]))
+    found = (
+        ("are missing", sorted(shapes.keys() - slots.keys())),
+        ("are none of its config.json", sorted(slots.keys() - shapes.keys())),
+        ("have another shape than its config.json says", wrong),
+    )
+    faults = [
+        f"{base}: {len(names)} tensors {what}, first {names[0]}; set MODEL to a whole model"
+        for what, names in found
+        if names
+    ]
+    tied = slots.get(EMBEDDING, []) if config.tie_word_embeddings else []
+    if len(tied) > 1 and not _same(base, tied):
+        faults.append(
+            f"{base}: {HEAD} is not the embedding that config.json ties it to, and would be lost; set MODEL "
+            'to a model with a tied head (or "tie_word_embeddings": false there, if it was trained apart)'
+        )
+    dtypes = sorted({str(slot.dtype).removeprefix("torch.") for places in slots.values() for slot in places})
+    size = sum((base / file).stat().st_size for file in weight_files(base))
+    count = sum(torch.Size(shape).numel() for shape in shapes.values())
+    head = "tied to the embedding" if config.tie_word_embeddings else "not tied"
+    lines = [
+        f"{count:,} parameters in {'/'.join(dtypes)}, {size / 1e9:,.2f} GB; the output head is {head}",
+        f"all {len(shapes)} tensors of config.json are there in their shapes (headers read, values not)",
+    ]
+    return ([] if faults else lines), faults
+
+
+def _file_fault(path: Path) -> str | None:
+    try:
+        header, entries = read_header(path)
+    except Exception as error:  # missing, empty, or no safetensors file at all
+        return f"{path} has no readable header ({type(error).__name__}); copy the model again"
+    need = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if path.stat().st_size != need:
+        return f"{path} has {path.stat().st_size:,} bytes and its header says {need:,}; copy the model again"
+    return None
+
+
+def _same(folder: Path, slots: list[Slot]) -> bool:
+    """Whether these places hold the same bytes."""
+    first, second = slots
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    left = torch.Size(first.shape).numel() * first.dtype.itemsize
+    with open(folder / first.file, "rb") as one, open(folder / second.file, "rb") as other:
+        one.seek(first.start)
+        other.seek(second.start)
+        while left:
+            chunk = min(left, 2**24)
+            if one.read(chunk) != other.read(chunk):
+                return False
+            left -= chunk
+    return True
+
+
+# --- Processor
+
+
+def check_processor(base: Path, processor, config: Qwen2VLConfig) -> Found:
+    """Do processor and model mean the same by tokens and patches?"""
+    if not isinstance(processor, Qwen2VLProcessor):
+        return [], [f"the processor of {base} is a {type(processor).__name__}, not a Qwen2VLProcessor"]
+    tokenizer, images, vision = processor.tokenizer, processor.image_processor, config.vision_config
+    vocabulary = config.get_text_config().vocab_size
+    pairs = [  # what, the processor's, the model's
+        ("image token", tokenizer.convert_tokens_to_ids(processor.image_token), config.image_token_id),
+        ("video token", tokenizer.convert_tokens_to_ids(processor.video_token), config.video_token_id),
+        ("patch size", images.patch_size, vision.patch_size),
+        ("merge size", images.merge_size, vision.spatial_merge_size),
+        ("frames a patch", images.temporal_patch_size, vision.temporal_patch_size),
+    ]
+    faults = [
+        f"{base}: the {what} is {ours} for the processor and {theirs} for the model; take both from one model"
+        for what, ours, theirs in pairs
+        if ours != theirs
+    ]
+    if len(tokenizer) > vocabulary:
+        faults.append(
+            f"{base}: the tokenizer has {len(tokenizer):,} tokens and the model {vocabulary:,}; take both "
+            "from one model"
+        )
+    low, high = images.size["shortest_edge"], images.size["longest_edge"]
+    side = images.patch_size * images.merge_size
+    return [
+        f"{len(tokenizer):,} tokens in a vocabulary of {vocabulary:,}; images are shown at {low:,} to "
+        f"{high:,} pixels ({-(-low // side**2):,} to {high // side**2:,} tokens)"
+    ], faults
+
+
+# --- Generation settings
+
+
+def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> Found:
+    """What generation_config.json brings, and who follows it."""
+    try:
+        settings = GenerationConfig.from_pretrained(base)
+    except OSError:  # as from_pretrained of the model does
+        settings = GenerationConfig.from_model_config(config)
+    faults = []
+    if not end_tokens(settings):
+        faults.append(
+            f"{base}/generation_config.json names no eos_token_id: completions would never end; set it there"
+        )
+    if args.rollout_engine == "fast" and (fault := unsupported(settings)):
+        faults.append(fault)
+    brought = {
+        name: value
+        for name, neutral in SAMPLING_SETTINGS.items()
+        if (value := getattr(settings, name, None)) not in (None, neutral)
+    }
+    lines = []
+    if brought:
+        listed = ", ".join(f"{name} {value:g}" for name, value in brought.items())
+        trap = " (greedy: nothing would be learned)" if brought.get("top_k") == 1 else ""
+        lines.append(f"generation_config.json's {listed}{trap} is not followed:")
+    lines.append(
+        f"rollouts sample with --temperature {args.temperature:g} --top_p {args.top_p:g} --top_k "
+        f"{args.top_k or 0}" + (f" --min_p {args.min_p:g}" if args.min_p else "")
+    )
+    penalty = settings.repetition_penalty or 1.0
+    if penalty != 1:
+        lines.append(
+            f"generation_config.json's repetition_penalty {penalty:g} acts in validation, as in the grader, "
+            "and not in rollouts"
+        )
+    return lines, faults
+
+
+# --- Chat template
+
+
+def check_template(base: Path, processor: Qwen2VLProcessor) -> Found:
+    """The grader's prompt through the chat template, and the placeholders that an image gets in it."""
+    question, picture = "How many items are there in the image?", PIL.Image.new("RGB", (480, 320))
+    messages = conversation(question)
+    try:
+        text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        bare = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except Exception as error:  # none there, or what jinja raises for a broken one
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return [], [f"{base} has no chat template that renders the grader's prompt ({reason})"]
+    faults, where = [], f"the chat template of {base}"
+    if text.count(processor.image_token) != 1:
+        faults.append(f"{where} writes {text.count(processor.image_token)} image tokens for one image")
+    if messages[0]["content"][1]["text"] not in text:
+        faults.append(f"{where} does not write the question as it is")
+    if text == bare:
+        faults.append(f"{where} does not open the answer's turn (add_generation_prompt changes nothing)")
+    if faults:
+        return [], [f"{fault}; take the template of the public model" for fault in faults]
+    inputs = processor(text=[text], images=[picture], return_tensors="pt")
+    grid = inputs["image_grid_thw"][0].tolist()
+    need = grid[0] * grid[1] * grid[2] // processor.image_processor.merge_size**2
+    token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    placed = int((inputs["input_ids"] == token).sum())
+    if placed != need:
+        faults.append(f"an image of {grid} patches gets {placed} placeholders, but needs {need}: {where}")
+    return [
+        text.strip().replace("\n", "⏎").replace(processor.image_token, f"{processor.image_token}×{placed}"),
+        f"({inputs['input_ids'].numel()} tokens, {placed} of them for a picture of 480 x 320, as it needs)",
+    ], faults

@@ -1,0 +1,186 @@
+"""The preflight: each check fails for what it looks for, and all faults come together."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from open_r1 import model_checks, preflight
+from tests.test_grpo import folder, parse, run  # noqa: F401 (folder is a fixture)
+from tests.tiny import PAD, save_public_form
+
+FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("preflight") / "base"
+    save_public_form(base)
+    return base
+
+
+@pytest.fixture
+def base(original, tmp_path) -> Path:
+    """A model to break."""
+    return shutil.copytree(original, tmp_path / "base")
+
+
+def change(file: Path, **values) -> None:
+    """Sets keys of a JSON file; None removes one."""
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def faults_of(base: Path, *flags) -> str:
+    """What the checks of the model say, each on a line."""
+    _, args, _ = parse("--output_dir", base.parent / "out", "--use_cpu", "true", *flags)
+    config = model_checks.check_config(base)
+    found = [model_checks.check_weights(base, config)[1]]
+    found += [model_checks.check_generation(base, config, args)[1]]
+    processor = preflight.open_processor(base, None, None)
+    found += [model_checks.check_processor(base, processor, config)[1]]
+    found += [model_checks.check_template(base, processor)[1]]
+    return "\n".join(fault for faults in found for fault in faults)
+
+
+def test_a_whole_model_has_no_fault(base):
+    assert faults_of(base) == ""
+
+
+# --- the model's folder -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, sentence",
+    [
+        ({"model_type": "qwen2_5_vl"}, "is a 'qwen2_5_vl' model; set MODEL to a 'qwen2_vl' one"),
+        ({"quantization_config": {"bits": 4}}, "is quantized"),
+    ],
+)
+def test_another_kind_of_model(base, values, sentence):
+    change(base / "config.json", **values)
+    with pytest.raises(ValueError, match=sentence):
+        model_checks.check_config(base)
+
+
+def test_an_adapter_and_a_folder_without_config(base):
+    (base / "config.json").unlink()
+    with pytest.raises(ValueError, match="has no readable config.json"):
+        model_checks.check_config(base)
+    (base / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a LoRA adapter; merge it"):
+        model_checks.check_config(base)
+
+
+def test_weights_cut_short_missing_left_over_and_of_another_shape(base):
+    shard = base / SECOND
+    whole, tensors = shard.read_bytes(), load_file(shard)
+    shard.write_bytes(whole[:-100])
+    assert f"{SECOND} has {len(whole) - 100:,} bytes and its header says {len(whole):,}" in faults_of(base)
+    shard.unlink()
+    assert f"{SECOND} has no readable header (FileNotFoundError)" in faults_of(base)
+    shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert f"{SECOND} has no readable header" in faults_of(base)
+    save_file({"stranger": tensors.pop("model.norm.weight")}, shard)
+    found = faults_of(base)
+    assert "1 tensors are none of its config.json, first stranger" in found
+    assert f"{len(tensors) + 1} tensors are missing, first model.language_model.layers.1.mlp" in found
+    save_file(tensors | {"model.norm.weight": torch.ones(3)}, shard)
+    assert "1 tensors have another shape than its config.json says, first model.language_model.norm" in (
+        faults_of(base)
+    )
+
+
+def test_a_head_that_is_not_the_embedding(base):
+    """A tied config with a head in the file: fine when it is the embedding, else lost in silence."""
+    embedding = load_file(base / FIRST)["model.embed_tokens.weight"]
+    for head, fits in ((embedding.clone(), True), (embedding * 2, False)):
+        save_file(load_file(base / SECOND) | {"lm_head.weight": head}, base / SECOND)
+        assert ("lm_head.weight is not the embedding that config.json ties it to" in faults_of(base)) != fits
+    change(base / "config.json", tie_word_embeddings=False)
+    assert faults_of(base) == ""
+    shutil.copy(base / SECOND, base / "kept")
+    save_file({k: v for k, v in load_file(base / "kept").items() if k != "lm_head.weight"}, base / SECOND)
+    assert "1 tensors are missing, first lm_head.weight" in faults_of(base)
+
+
+# --- its processor, generation settings and template --------------------------------------------------------
+
+
+def test_a_processor_that_is_missing_or_of_another_model(base):
+    change(base / "preprocessor_config.json", merge_size=4)
+    assert "the merge size is 4 for the processor and 2 for the model" in faults_of(base)
+    change(base / "preprocessor_config.json", merge_size=2)
+    vision = json.loads((base / "config.json").read_text())
+    change(base / "config.json", image_token_id=7, vocab_size=200, vision_config=vision["vision_config"])
+    processor = preflight.open_processor(base, None, None)
+    config = model_checks.check_config(base)
+    _, faults = model_checks.check_processor(base, processor, config)
+    assert "the image token is 262 for the processor and 7 for the model" in faults[0]
+    assert "the tokenizer has 264 tokens and the model 200" in faults[1]
+    (base / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="has no processor that loads"):
+        preflight.open_processor(base, None, None)
+
+
+def test_generation_settings(base):
+    file = base / "generation_config.json"
+    change(file, eos_token_id=None)
+    assert "names no eos_token_id: completions would never end" in faults_of(base)
+    change(file, eos_token_id=[PAD], no_repeat_ngram_size=3, repetition_penalty=1.05)
+    assert "sets {'no_repeat_ngram_size': 3}, which the fast engine does not implement" in faults_of(base)
+    assert faults_of(base, "--rollout_engine", "transformers") == ""
+    config = model_checks.check_config(base)
+    lines, _ = model_checks.check_generation(base, config, parse("--output_dir", "o", "--use_cpu", "true")[1])
+    assert "temperature 0.01, top_k 1, top_p 0.001 (greedy" in lines[0]
+    assert "repetition_penalty 1.05 acts in validation, as in the grader, and not in rollouts" in lines[2]
+
+
+@pytest.mark.parametrize(
+    "old, new, sentence",
+    [
+        ("<|image_pad|>", "", "writes 0 image tokens for one image"),
+        ("{{ part['text'] }}", "{{ part['text'] | upper }}", "does not write the question as it is"),
+        ("{% if add_generation_prompt %}", "{% if false %}", "does not open the answer's turn"),
+        ("{% endfor %}", "", "no chat template that renders the grader's prompt"),
+    ],
+)
+def test_a_template_that_does_not_fit(base, old, new, sentence):
+    file = base / "chat_template.json"
+    template = json.loads(file.read_text())["chat_template"]
+    assert old in template
+    change(file, chat_template=template.replace(old, new))
+    assert sentence in faults_of(base)
+
+
+def test_no_template(base):
+    (base / "chat_template.json").unlink()
+    assert "no chat template that renders the grader's prompt" in faults_of(base)
+
+
+# --- the screen ---------------------------------------------------------------------------------------------
+
+
+def test_all_faults_come_together_and_only_a_run_that_starts_keeps_its_screen(
+    folder, base, tmp_path, capsys  # noqa: F811
+):  # fmt: skip
+    change(base / "generation_config.json", eos_token_id=None)
+    (base / SECOND).unlink()
+    with pytest.raises(preflight.NotReady) as refusal:
+        run(
+            folder, tmp_path / "out", "--model_name_or_path", base, "--dataset_name", "/nowhere",
+            "--reward_funcs", "lenght", "--num_generations", 1, "--max_steps", 1,
+        )  # fmt: skip
+    shown, found = capsys.readouterr().out, str(refusal.value)
+    assert found.splitlines()[0] == "not ready: 5 things to change"
+    for number, part in enumerate(("--num_generations 1", SECOND, "eos_token_id", "/nowhere", "lenght"), 1):
+        assert part in found.splitlines()[number] and f"{number}. " in found.splitlines()[number]
+    assert "train        not looked at, since it needs data" in shown and "<|image_pad|>×187" in shown
+    assert not (tmp_path / "out/preflight.txt").exists()
+    run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
+    shown, kept = capsys.readouterr().out, (tmp_path / "out/preflight.txt").read_text()
+    assert kept in shown and kept.endswith("\nready\n")
+    assert all(len(line) <= preflight.WIDTH for line in kept.splitlines())
