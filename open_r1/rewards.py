@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .data import Prompt
-from .packing import TOKEN_STATISTICS
+from .scoring import TOKEN_STATISTICS
 
 EXTRAS = {
     "prompts": "the question as the user asked it, str",

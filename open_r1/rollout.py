@@ -13,7 +13,6 @@ every row stands in the same slot, `longest prompt + t`, and a boolean mask hide
 not use.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,16 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
 
+from .attention import ATTENTION, CACHE
 from .data import Prompt
-from .packing import ATTENTION, bucket_length, pack, row_hidden_states
+from .packing import pack, padded_length
 from .sampling import Sampling, keyed_uniform, sample
+from .scoring import row_hidden_states
 
-# transformers 5.24 renamed the argument
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(Qwen2VLForConditionalGeneration.forward).parameters
-    else "past_key_values"
-)
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}  # prompt tokens of one prefill row
 # Asking a GPU whether all rows are done makes the host wait for it.
 STEPS_BETWEEN_CHECKS = {"cuda": 8, "cpu": 1}
@@ -247,7 +242,7 @@ class FastEngine(Engine):
                 stop += 1
             part = prompts[start:stop]
             lengths = [p.input_ids.numel() for p in part]
-            row = pack([(p, []) for p in part], bucket_length(tokens) if self.device.type == "cuda" else None)
+            row = pack([(p, []) for p in part], padded_length(tokens) if self.device.type == "cuda" else None)
             inputs = row.to(self.device).model_inputs()
             del inputs["sources"], inputs["targets"]
             writer = PrefillWriter(batch.cache, lengths, start, num_generations)

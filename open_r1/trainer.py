@@ -30,10 +30,11 @@ from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_loader, row_order
 from .keep_best import KeepBest, numbers_of
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
-from .packing import TOKEN_STATISTICS, PackedRow, add_scoring_forward
+from .packing import PackedRow
 from .rewards import RewardCaller, reward_arguments
 from .rollout import Engine
 from .sampling import Sampling, sampling_keys
+from .scoring import TOKEN_STATISTICS, add_scoring_forward
 from .training_rows import Group, TrainingRow, build_rows, pack_groups
 from .weights import copy_weights, use_leaf_modules
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .advantages import token_weights
 from .arguments import GRPOArguments
 from .data import Prompt
-from .packing import PackedRow, bucket_length, pack
+from .packing import PackedRow, pack, padded_length
 from .rollout import Completion
 
 Group = Sequence[Completion]
@@ -92,5 +92,5 @@ def pack_groups(prompts: Sequence[Prompt], groups: Sequence[Group], device: torc
     length = None
     if device.type == "cuda":
         fed = sum(t.numel() - 1 for group in tokens for t in group)
-        length = bucket_length(sum(p.input_ids.numel() for p in prompts) + fed)
+        length = padded_length(sum(p.input_ids.numel() for p in prompts) + fed)
     return pack(list(zip(prompts, tokens, strict=True)), length)

@@ -4,9 +4,10 @@ test.sh -m gpu"""
 import pytest
 import torch
 
-from open_r1.packing import add_scoring_forward, bucket_length, pack
+from open_r1.packing import pack, padded_length
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.sampling import Sampling, sampling_keys
+from open_r1.scoring import add_scoring_forward
 from tests.prompts import make_prompts, separate_logps
 from tests.tiny import tiny_model, tiny_processor
 
@@ -34,7 +35,7 @@ def test_flex_rows_equal_separate_rows(prompts):
     expected.sum().backward()
     model = add_scoring_forward(tiny_model().cuda())
     groups = list(zip(prompts, completions, strict=True))
-    length = bucket_length(pack(groups).input_ids.numel())
+    length = padded_length(pack(groups).input_ids.numel())
     logps = model(**pack(groups, length).to("cuda").model_inputs())
     logps.sum().backward()
     assert torch.allclose(logps.cpu(), expected, atol=2e-4)

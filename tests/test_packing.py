@@ -1,17 +1,15 @@
 """A packed row is exact: log-probs and gradients are those of separate rows."""
 
+import random
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from open_r1 import packing
-from open_r1.packing import (
-    add_scoring_forward,
-    bucket_length,
-    build_mask,
-    entropy_of,
-    pack,
-    self_certainty_of,
-)
+from open_r1 import scoring
+from open_r1.attention import BLOCK, block_kinds, build_mask, flex_mask
+from open_r1.packing import pack, padded_length
+from open_r1.scoring import add_scoring_forward, entropy_of, self_certainty_of
 from tests.prompts import make_prompts, separate_logps
 from tests.tiny import tiny_model
 
@@ -50,7 +48,7 @@ def yardstick(groups):
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 0], [1, 2]]])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_rows_equal_separate_rows(groups, yardstick, rows, checkpointing, monkeypatch):
-    monkeypatch.setattr(packing, "LOGITS_CHUNK", 7)  # several chunks, the last one not full
+    monkeypatch.setattr(scoring, "LOGITS_CHUNK", 7)  # several chunks, the last one not full
     expected, weights, expected_gradients = yardstick
     per_group = [
         w.split(lengths) for w, lengths in zip(weights.split([sum(x) for x in LENGTHS]), LENGTHS, strict=True)
@@ -74,8 +72,8 @@ def test_packed_rows_equal_separate_rows(groups, yardstick, rows, checkpointing,
 def test_padding_changes_nothing(groups):
     model = add_scoring_forward(tiny_model())
     packed = pack(groups)
-    padded = pack(groups, length=packed.input_ids.numel() + 37)
-    assert padded.input_ids.numel() == packed.input_ids.numel() + 37
+    padded = pack(groups, length=padded_length(packed.input_ids.numel()) + BLOCK)
+    assert padded.input_ids.numel() >= packed.input_ids.numel() + BLOCK
     assert torch.allclose(model(**packed.model_inputs()), model(**padded.model_inputs()), atol=1e-6)
     with pytest.raises(ValueError, match="does not fit into 10"):
         pack(groups, length=10)
@@ -95,11 +93,11 @@ def test_temperature_divides_the_logits(groups):
 
 
 def test_chunked_logps_have_the_gradient_of_log_softmax(monkeypatch):
-    monkeypatch.setattr(packing, "LOGITS_CHUNK", 3)
+    monkeypatch.setattr(scoring, "LOGITS_CHUNK", 3)
     hidden = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
     targets, scale = torch.randint(0, 11, (8,)), torch.randn(8)
-    logps = packing.ChunkedLogps.apply(hidden, weight, targets, 1.3)
+    logps = scoring.ChunkedLogps.apply(hidden, weight, targets, 1.3)
     got = torch.autograd.grad((logps * scale).sum(), (hidden, weight))
     reference = ((hidden @ weight.T) / 1.3).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     expected = torch.autograd.grad((reference * scale).sum(), (hidden, weight))
@@ -108,10 +106,10 @@ def test_chunked_logps_have_the_gradient_of_log_softmax(monkeypatch):
 
 
 def test_logits_of_all_tokens_never_exist_at_once(groups, monkeypatch):
-    monkeypatch.setattr(packing, "LOGITS_CHUNK", 16)
+    monkeypatch.setattr(scoring, "LOGITS_CHUNK", 16)
     seen = []
-    original = packing.chunk_logits
-    monkeypatch.setattr(packing, "chunk_logits", lambda *a: seen.append(original(*a)) or seen[-1])
+    original = scoring.chunk_logits
+    monkeypatch.setattr(scoring, "chunk_logits", lambda *a: seen.append(original(*a)) or seen[-1])
     model = add_scoring_forward(tiny_model())
     model(**pack(groups).model_inputs()).sum().backward()
     assert len(seen) > 4 and max(logits.shape[0] for logits in seen) == 16
@@ -142,17 +140,35 @@ def test_statistics(groups):
     assert entropy.shape == inputs["targets"].shape and (entropy > 0).all()
 
 
-@pytest.mark.parametrize(
-    "tokens, expected", [(1, 128), (128, 128), (129, 256), (2048, 2048), (2049, 2304), (16385, 18432)]
-)
-def test_bucket_length(tokens, expected):
-    assert bucket_length(tokens) == expected
+@pytest.mark.parametrize("tokens, expected", [(1, 128), (128, 128), (129, 256), (2049, 2176)])
+def test_padded_length(tokens, expected):
+    assert padded_length(tokens) == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_block_mask_is_the_librarys(seed):
+    """Counted from segments, it equals what create_block_mask finds by asking the rule for all pairs."""
+    draw = random.Random(seed)
+    segments = [(g, c, draw.randrange(1, 300)) for g in range(3) for c in range(draw.randrange(1, 5))]
+    padding = -sum(n for _, _, n in segments) % BLOCK + BLOCK * draw.randrange(2)
+    segments.append((-1, 0, padding))
+    group_ids = torch.cat([torch.full((n,), g) for g, _, n in segments])
+    completion_ids = torch.cat([torch.full((n,), c) for _, c, n in segments])
+    ours = flex_mask(group_ids, completion_ids, block_kinds(group_ids, completion_ids))
+    length = group_ids.numel()
+    theirs = create_block_mask(ours.mask_mod, None, None, length, length, device="cpu")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(theirs, f"{name}_num_blocks")[0, 0]
+        assert torch.equal(counts, getattr(ours, f"{name}_num_blocks")[0, 0])
+        indices = [getattr(mask, f"{name}_indices")[0, 0] for mask in (ours, theirs)]
+        for mine, its, n in zip(*indices, counts.tolist(), strict=True):
+            assert torch.equal(mine[:n], its[:n])
 
 
 def test_the_mask_rule():
     """[prompt of 2 | completion 1 of 2 | completion 2 of 1] and a second group of one token."""
     group_ids, completion_ids = torch.tensor([0, 0, 0, 0, 0, 1]), torch.tensor([0, 0, 1, 1, 2, 0])
-    (a, b, first), (c, d, second) = build_mask(group_ids, completion_ids)
+    (a, b, first), (c, d, second) = build_mask(group_ids, completion_ids, None)
     assert (a, b, c, d) == (0, 5, 5, 6) and second.tolist() == [[True]]
     assert first.int().tolist() == [
         [1, 0, 0, 0, 0],

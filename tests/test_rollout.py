@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from open_r1.packing import add_scoring_forward, pack
+from open_r1.packing import pack
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.sampling import Sampling, filter_probs, keyed_uniform, sampling_keys
+from open_r1.scoring import add_scoring_forward
 from tests.prompts import make_prompts
 from tests.tiny import TOKEN_ID, tiny_model, tiny_processor
 
