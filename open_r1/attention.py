@@ -151,5 +151,7 @@ def vision_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, 
     if query.is_cuda and query.dtype != torch.float32:
         return varlen_attn(query, key, value, starts, starts, longest, longest)
     sizes = starts.diff().tolist()
-    parts = zip(*(part.transpose(0, 1)[None].split(sizes, dim=2) for part in (query, key, value)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1) for q, k, v in parts])
+    parts = [part.transpose(0, 1)[None].split(sizes, dim=2) for part in (query, key, value)]
+    images = [F.scaled_dot_product_attention(*image) for image in zip(*parts, strict=True)]
+    # of [1, heads, n, D] each
+    return torch.cat([image[0].transpose(0, 1) for image in images])

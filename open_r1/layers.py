@@ -1,4 +1,4 @@
-"""Qwen2-VL's decoder layer and vision block as pure functions around the attention, and their place in a model.
+"""Qwen2-VL's decoder layer and vision block as pure functions around the attention.
 
 transformers' modules launch some forty small kernels a layer, and the time of an update on a fast card is
 the time to launch them. The functions here are compiled on CUDA (fused to about ten kernels), and work on
@@ -92,7 +92,7 @@ def use_fused_layers(model: nn.Module) -> None:
     """Replaces the forward of each decoder layer and vision block of this instance, in place."""
     found = model.config.get_text_config().hidden_act, model.config.vision_config.hidden_act
     if found != ACTIVATIONS:
-        raise ValueError(f"config.json has the activations {found}; set MODEL to a Qwen2-VL, with {ACTIVATIONS}.")
+        raise ValueError(f"config.json names the activations {found}; set MODEL to one with {ACTIVATIONS}.")
     for layer in model.model.language_model.layers:
         layer.forward = partial(_decoder_layer, layer)
     for block in model.model.visual.blocks:
@@ -119,8 +119,9 @@ def _decoder_layer(
 
 
 def _vision_block(
-    block: nn.Module, hidden_states: Tensor, *, cu_seqlens: Tensor, longest_image: int, position_embeddings, **_
-) -> Tensor:
+    block: nn.Module, hidden_states: Tensor, *, cu_seqlens: Tensor, longest_image: int, position_embeddings,
+    **_,
+) -> Tensor:  # fmt: skip
     device, norm1, norm2 = hidden_states.device, block.norm1, block.norm2
     query, key, value = fused(vision_inputs, device)(
         hidden_states, _weight(norm1), norm1.eps, _weight(block.attn.qkv), *position_embeddings

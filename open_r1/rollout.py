@@ -7,23 +7,23 @@ one captured graph over buffers whose addresses never move. TransformersEngine d
 
 Legend
   R  prompts        G  completions a prompt        B = R * G  rows of the decode batch
-  P  prompt tokens  S  slots of the key/value cache (longest prompt + new tokens)   V  vocabulary
-Row b of the batch is completion b % G of prompt b // G. Prompts fill slots 0..P-1; the t-th new token of
-every row stands in the same slot, `longest prompt + t`, and a boolean mask hides the slots that a row does
-not use.
+  P  prompt tokens  L  tokens of a prefill row     H  hidden size     V  vocabulary
+Row b of the batch is completion b % G of prompt b // G.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, Qwen2VLForConditionalGeneration
 
 from .attention import ATTENTION, CACHE
 from .data import Prompt
+from .decoding import DecodeBatch, DecodeLayers, PrefillWriter, choose, decode_step
+from .layers import use_fused_layers
 from .packing import pack, padded_length
-from .sampling import Sampling, keyed_uniform, sample
+from .sampling import Sampling
 from .scoring import row_hidden_states
 
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}  # prompt tokens of one prefill row
@@ -46,82 +46,6 @@ class Completion:
     logps: Tensor  # [T], under the full softmax at the sampling temperature, as the trainer computes them
     truncated: bool  # no end-of-sequence token within max_new_tokens
     text: str  # special tokens left out
-
-
-class SlotCache:
-    """Keys and values of all rows, [B, kv heads, S, D] a layer, at fixed addresses. Quacks like a
-    transformers Cache."""
-
-    def __init__(self, model: nn.Module, rows: int, slots: int):
-        text = model.config.get_text_config()
-        weight = model.model.language_model.layers[0].self_attn.k_proj.weight
-        size = text.hidden_size // text.num_attention_heads
-        shape = (text.num_hidden_layers, rows, text.num_key_value_heads, slots, size)
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-        self.slot = torch.zeros(1, dtype=torch.long, device=weight.device)  # where the next token is written
-        self.visible = (
-            slots  # CPU narrows it step by step; a captured graph always looks at all slots, masked
-        )
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.keys[layer].index_copy_(2, self.slot, key)
-        self.values[layer].index_copy_(2, self.slot, value)
-        return self.keys[layer, :, :, : self.visible], self.values[layer, :, :, : self.visible]
-
-    def get_seq_length(self, *args) -> int:
-        return 0
-
-
-class PrefillWriter:
-    """The cache of a prefill row: each prompt's keys and values go to the G rows of its group."""
-
-    def __init__(self, cache: SlotCache, lengths: list[int], first_prompt: int, num_generations: int):
-        self.cache, self.lengths, self.first, self.group = cache, lengths, first_prompt, num_generations
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        start = 0
-        for number, length in enumerate(self.lengths, start=self.first):
-            rows = slice(number * self.group, (number + 1) * self.group)
-            self.cache.keys[layer, rows, :, :length] = key[:, :, start : start + length]
-            self.cache.values[layer, rows, :, :length] = value[:, :, start : start + length]
-            start += length
-        return key, value
-
-    def get_seq_length(self, *args) -> int:
-        return 0
-
-
-class DecodeBatch:
-    """The state of one decode batch: every tensor keeps its address for the batch's life, so a step can be
-    a graph."""
-
-    def __init__(self, model: nn.Module, rows: int, slots: int, max_new_tokens: int):
-        device = model.device
-        self.cache = SlotCache(model, rows, slots)
-        self.mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)  # the newest token of each row
-        self.positions = torch.zeros(rows, dtype=torch.long, device=device)  # its M-RoPE position
-        self.done = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.keys = torch.zeros(rows, dtype=torch.long, device=device)
-        self.t = torch.zeros((), dtype=torch.long, device=device)  # index of the next new token
-        self.token_ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
-        self.logps = torch.zeros(rows, max_new_tokens, device=device)
-        self.seen = None  # [B, V], only with a repetition penalty
-        self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
-
-    def state(self) -> list[Tensor]:
-        """What a step changes, apart from keys and values that it writes before it reads them."""
-        tensors = [
-            self.mask,
-            self.tokens,
-            self.positions,
-            self.done,
-            self.t,
-            self.token_ids,
-            self.logps,
-            self.cache.slot,
-        ]
-        return tensors if self.seen is None else [*tensors, self.seen]
 
 
 def end_tokens(settings: GenerationConfig) -> list[int]:
@@ -183,7 +107,9 @@ class FastEngine(Engine):
         if fault := unsupported(settings):
             raise ValueError(fault)
         self.penalty = settings.repetition_penalty or 1.0
+        use_fused_layers(model)
         model.model.language_model.set_attn_implementation(ATTENTION)
+        self.layers = DecodeLayers(model.model.language_model)
         self.device = model.device
         self.eos_tensor = torch.tensor(self.eos, device=self.device)
         self.suppressed = torch.tensor(self.placeholders, device=self.device)
@@ -267,8 +193,7 @@ class FastEngine(Engine):
             if self.device.type == "cuda":
                 self._graph(batch, sampling).replay()
             else:
-                batch.cache.visible = longest + t
-                self._step(batch, sampling)
+                self._step(batch, sampling, visible=longest + t)
 
     def _graph(self, batch: DecodeBatch, sampling: Sampling) -> torch.cuda.CUDAGraph:
         if sampling not in batch.graphs:
@@ -276,53 +201,22 @@ class FastEngine(Engine):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._step(
-                    batch, sampling
-                )  # warm-up: library handles and workspaces are made outside the graph
+                # Warm-up: what is compiled or made on first use must not be made inside the graph.
+                self._step(batch, sampling, visible=0)
             torch.cuda.current_stream().wait_stream(stream)
             batch.graphs[sampling] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(batch.graphs[sampling]):
-                self._step(batch, sampling)
+                self._step(batch, sampling, visible=0)
             for tensor, value in zip(batch.state(), before, strict=True):
                 tensor.copy_(value)
         return batch.graphs[sampling]
 
-    def _step(self, batch: DecodeBatch, sampling: Sampling) -> None:
+    def _step(self, batch: DecodeBatch, sampling: Sampling, visible: int) -> None:
         """One token for every row."""
-        batch.mask.index_fill_(1, batch.cache.slot, True)
-        text = self.model.model.language_model
-        hidden = text(
-            inputs_embeds=text.embed_tokens(batch.tokens[:, None]),  # [B, 1, H]
-            position_ids=batch.positions[None, :, None].expand(3, -1, -1),  # [3, B, 1]
-            attention_mask={"full_attention": batch.mask[:, None, None, : batch.cache.visible]},
-            use_cache=True,
-            **{CACHE: batch.cache},
-        ).last_hidden_state[:, 0]
-        batch.cache.slot.add_(1)
-        batch.positions.add_(1)
-        self._choose(batch, self.model.lm_head(hidden).float(), sampling)
+        self._choose(batch, decode_step(self.model, self.layers, batch, visible), sampling)
 
     def _choose(self, batch: DecodeBatch, logits: Tensor, sampling: Sampling) -> None:
-        """Picks the next token of every row from float32 logits [B, V] and records it."""
-        if sampling.greedy:
-            scores = logits
-            if batch.seen is not None:
-                punished = torch.where(logits < 0, logits * self.penalty, logits / self.penalty)
-                scores = torch.where(batch.seen, punished, logits)
-            tokens = scores.argmax(-1)
-        else:
-            logits = logits / sampling.temperature
-            probs = logits.softmax(-1).index_fill(1, self.suppressed, 0)
-            tokens = sample(probs, keyed_uniform(batch.keys, batch.t), sampling)
-        tokens = torch.where(batch.done, self.eos_tensor[0], tokens)
-        logps = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        if batch.seen is not None:
-            batch.seen.scatter_(1, tokens[:, None], True)
-        batch.token_ids.index_copy_(1, batch.t[None], tokens[:, None])
-        batch.logps.index_copy_(1, batch.t[None], logps[:, None])
-        batch.tokens.copy_(tokens)
-        batch.done.logical_or_(torch.isin(tokens, self.eos_tensor))
-        batch.t.add_(1)
+        choose(batch, logits, sampling, self.penalty, self.eos_tensor, self.suppressed)
 
 
 class TransformersEngine(Engine):

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+STRETCH = 1024  # tokens of the vocabulary that sampling sums up together
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,20 @@ def filter_probs(probs: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(probs: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """Token ids [B] from probs [B, V] and a uniform number per row, by the inverse of the distribution."""
-    cdf = filter_probs(probs, sampling).double().cumsum(-1)  # [B, V]
-    return torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
+    """Token ids [B] from probs [B, V] and a uniform number per row, by the inverse of the distribution.
+
+    Found in two steps, a stretch of STRETCH tokens and the token in it: sums over stretches are many small
+    ones, and one long running sum would be as slow as all of a decode step's other work.
+    """
+    probs = filter_probs(probs, sampling)
+    stretches = F.pad(probs, (0, -probs.shape[1] % STRETCH)).unflatten(1, (-1, STRETCH)).double()
+    sums = stretches.sum(-1)  # [B, V / STRETCH]
+    ends = sums.cumsum(-1)
+    goal = uniform[:, None] * ends[:, -1:]  # [B, 1]
+    stretch = torch.searchsorted(ends, goal, right=True)  # [B, 1]
+    size = sums.gather(1, stretch)
+    share = (goal - (ends.gather(1, stretch) - size)) / size  # of the stretch that lies before the goal
+    inside = stretches.gather(1, stretch[..., None].expand(-1, -1, STRETCH))[:, 0].cumsum(-1)  # [B, STRETCH]
+    # Rounding must not lead past the stretch's last token with a probability.
+    goal = share.clamp(0, 1 - 2**-53) * inside[:, -1:]
+    return (stretch * STRETCH + torch.searchsorted(inside, goal, right=True))[:, 0]

@@ -86,7 +86,7 @@ def test_the_floor_counts_what_pytorch_counts(result, folder):
 
     from open_r1.data import PromptEncoder, load_processor, load_rows
     from open_r1.packing import pack
-from open_r1.scoring import add_scoring_forward
+    from open_r1.scoring import add_scoring_forward
     from tests.tiny import tiny_model
 
     settings = Settings(folder=str(folder), new_tokens=6, prompts=1, group=3, width=56, height=84)

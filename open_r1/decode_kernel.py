@@ -1,0 +1,60 @@
+"""Attention of one decode step on CUDA, in Triton: keys and values are read once for all heads that share
+them, unrepeated, and only as far as they are filled.
+
+Legend
+  B  rows of the decode batch    S  slots of the cache     D  head size
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _attend(
+    query, key, value, mask, newest, out, slots, scale,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    of_group, of_head, of_block = tl.arange(0, GROUP_ROWS), tl.arange(0, D), tl.arange(0, BLOCK)
+    place = ((row * KV_HEADS + head) * GROUP + of_group[:, None]) * D + of_head[None]  # [GROUP_ROWS, D]
+    inside = of_group[:, None] < GROUP
+    q = tl.load(query + place, mask=inside, other=0.0)
+    first = (row * KV_HEADS + head).to(tl.int64) * slots * D
+    highest = tl.full([GROUP_ROWS], -1e30, tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    sums = tl.zeros([GROUP_ROWS, D], tl.float32)
+    for start in range(0, tl.load(newest) + 1, BLOCK):
+        slot = start + of_block
+        seen = tl.load(mask + row * slots + slot, mask=slot < slots, other=0) != 0
+        where = first + slot[:, None] * D + of_head[None]  # [BLOCK, D]
+        k = tl.load(key + where, mask=seen[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None], scores, -1e30)  # [GROUP_ROWS, BLOCK]
+        raised = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.where(seen[None], tl.exp(scores - raised[:, None]), 0.0)
+        shrink = tl.exp(highest - raised)
+        v = tl.load(value + where, mask=seen[:, None], other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        highest = raised
+    tl.store(out + place, (sums / total[:, None]).to(q.dtype), mask=inside)
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, newest: Tensor, scale: float
+) -> Tensor:
+    """query [B, heads, 1, D], key and value [B, kv heads, S, D], mask [B, S] bool, `newest` [1] the last
+    filled slot -> [B, 1, heads, D]. Every row must see a slot."""
+    batch, heads, _, size = query.shape
+    kv_heads, slots = key.shape[1:3]
+    group = heads // kv_heads
+    out = torch.empty_like(query)
+    _attend[(batch, kv_heads)](
+        query, key, value, mask.view(torch.uint8), newest, out, slots, scale,
+        GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), KV_HEADS=kv_heads, D=size, BLOCK=64,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out.view(batch, 1, heads, size)

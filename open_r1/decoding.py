@@ -1,0 +1,182 @@
+"""One token for every row of a batch: the step that a rollout repeats.
+
+Legend
+  B  rows of the batch       H  hidden size       V  vocabulary       D  head size
+  S  slots of the key/value cache (longest prompt + new tokens)
+Prompts fill slots 0..P-1; the t-th new token of every row stands in the same slot, `longest prompt + t`, and
+a boolean mask hides the slots that a row does not use.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .attention import packed_attention
+from .layers import decoder_inputs, decoder_outputs, fused
+from .sampling import Sampling, keyed_uniform, sample
+
+
+class DecodeLayers:
+    """The decoder layers' weights, those of one input side by side: one product instead of two or three.
+
+    The modules' parameters become views of the joint tensors, so that whoever writes them in place writes
+    both.
+    """
+
+    def __init__(self, text: nn.Module):
+        self.layers = list(text.layers)
+        self.joined = [(self._qkv(layer.self_attn), self._gate_up(layer.mlp)) for layer in self.layers]
+
+    @staticmethod
+    def _qkv(attention: nn.Module) -> tuple[Tensor, Tensor]:
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        return joined([p.weight for p in projections]), joined([p.bias for p in projections])
+
+    @staticmethod
+    def _gate_up(mlp: nn.Module) -> Tensor:
+        return joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+
+
+def joined(parameters: list[nn.Parameter]) -> Tensor:
+    """The parameters one below the other in a new tensor, of which they become views."""
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
+
+
+class SlotCache:
+    """Keys and values of all rows, [B, kv heads, S, D] for each layer, at fixed addresses."""
+
+    def __init__(self, model: nn.Module, rows: int, slots: int):
+        text = model.config.get_text_config()
+        weight = model.model.language_model.layers[0].self_attn.k_proj.weight
+        size = text.hidden_size // text.num_attention_heads
+        shape = (rows, text.num_key_value_heads, slots, size)
+        layers = range(text.num_hidden_layers)
+        self.keys, self.values = ([weight.new_zeros(shape) for _ in layers] for _ in range(2))
+        self.slot = torch.zeros(1, dtype=torch.long, device=weight.device)  # where the next token is written
+
+
+class PrefillWriter:
+    """The cache that a prefill row writes to: each prompt's keys and values go to the G rows of its group.
+    Quacks like a transformers Cache."""
+
+    def __init__(self, cache: SlotCache, lengths: list[int], first_prompt: int, num_generations: int):
+        self.cache = cache
+        prompts, longest = len(lengths), max(lengths)
+        starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        places = (starts[:, None] + torch.arange(longest)).clamp(max=sum(lengths) - 1)  # [R, longest]
+        self.places = places.to(cache.slot.device)
+        self.rows = slice(first_prompt * num_generations, (first_prompt + prompts) * num_generations)
+        self.shape = (prompts, num_generations)
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """key and value are [1, kv heads, L, D]. What lies behind a shorter prompt is hidden by the mask."""
+        for whole, part in ((self.cache.keys[layer], key), (self.cache.values[layer], value)):
+            target = whole[self.rows].unflatten(0, self.shape)[:, :, :, : self.places.shape[1]]
+            target.copy_(part[0][:, self.places].transpose(0, 1)[:, None])  # [R, G, kv heads, longest, D]
+        return key, value
+
+    def get_seq_length(self, *args) -> int:
+        return 0
+
+
+class DecodeBatch:
+    """The state of one decode batch: every tensor keeps its address for the batch's life, so a step can be
+    a graph."""
+
+    def __init__(self, model: nn.Module, rows: int, slots: int, max_new_tokens: int):
+        device = model.device
+        self.cache = SlotCache(model, rows, slots)
+        self.mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.long, device=device)  # the newest token of each row
+        self.positions = torch.zeros(rows, dtype=torch.long, device=device)  # its M-RoPE position
+        self.done = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.keys = torch.zeros(rows, dtype=torch.long, device=device)
+        self.t = torch.zeros((), dtype=torch.long, device=device)  # index of the next new token
+        self.token_ids = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
+        self.logps = torch.zeros(rows, max_new_tokens, device=device)
+        self.seen = None  # [B, V], only with a repetition penalty
+        self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
+
+    def state(self) -> list[Tensor]:
+        """What a step changes, apart from keys and values that it writes before it reads them."""
+        tensors = [
+            self.mask, self.tokens, self.positions, self.done, self.t, self.token_ids, self.logps,
+            self.cache.slot,
+        ]  # fmt: skip
+        return tensors if self.seen is None else [*tensors, self.seen]
+
+
+def decode_step(model: nn.Module, layers: DecodeLayers, batch: DecodeBatch, visible: int) -> Tensor:
+    """Feeds the newest token of every row: the float32 logits [B, V] of the next ones. The CPU looks at the
+    first `visible` slots only; a captured graph cannot know how many there are, and its kernel does."""
+    text, cache, device = model.model.language_model, batch.cache, batch.tokens.device
+    batch.mask.index_fill_(1, cache.slot, True)
+    x = text.embed_tokens(batch.tokens[:, None])  # [B, 1, H]
+    cos, sin = text.rotary_emb(x, batch.positions[None, :, None].expand(3, -1, -1))  # [B, 1, D]
+    for number, (layer, (qkv, gate_up)) in enumerate(zip(layers.layers, layers.joined, strict=True)):
+        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+        keys, values = cache.keys[number], cache.values[number]
+        sizes = tuple(len(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        query = fused(decode_inputs, device)(
+            x, norms[0].weight, norms[0].variance_epsilon, [qkv], sizes, cos, sin, keys, values, cache.slot
+        )
+        if device.type == "cuda":
+            from .decode_kernel import decode_attention  # Triton comes with torch's CUDA builds only
+
+            attended = decode_attention(query, keys, values, batch.mask, cache.slot, attention.scaling)
+        else:
+            keys, values, mask = keys[:, :, :visible], values[:, :, :visible], batch.mask[:, :visible]
+            attended, _ = packed_attention(
+                attention, query, keys, values, mask[:, None, None], attention.scaling
+            )
+        x = fused(decoder_outputs, device)(
+            x, attended, attention.o_proj.weight, norms[1].weight, norms[1].variance_epsilon, [gate_up],
+            layer.mlp.down_proj.weight,
+        )  # fmt: skip
+    cache.slot.add_(1)
+    batch.positions.add_(1)
+    return model.lm_head(text.norm(x)[:, 0]).float()
+
+
+def decode_inputs(
+    x, norm, eps, projections, sizes, cos, sin, keys: Tensor, values: Tensor, slot: Tensor
+) -> Tensor:
+    """layers.decoder_inputs for one token of each row, which also writes keys and values [B, kv heads, S, D]
+    at `slot`; the query [B, heads, 1, D]."""
+    query, key, value = decoder_inputs(x, norm, eps, projections, sizes, cos, sin)
+    keys.index_copy_(2, slot, key)
+    values.index_copy_(2, slot, value)
+    return query.contiguous()
+
+
+def choose(
+    batch: DecodeBatch, logits: Tensor, sampling: Sampling, penalty: float, eos: Tensor, suppressed: Tensor
+) -> None:
+    """Picks the next token of every row from float32 logits [B, V] and records it. `eos` and `suppressed`
+    are token ids: those that end a completion, and those that must not be sampled."""
+    if sampling.greedy:
+        scores = logits
+        if batch.seen is not None:
+            punished = torch.where(logits < 0, logits * penalty, logits / penalty)
+            scores = torch.where(batch.seen, punished, logits)
+        tokens = scores.argmax(-1)
+    else:
+        logits = logits / sampling.temperature
+        uniform = keyed_uniform(batch.keys, batch.t)
+        tokens = fused(sampled, logits.device)(logits, uniform, suppressed, sampling)
+    tokens = torch.where(batch.done, eos[0], tokens)
+    logps = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    if batch.seen is not None:
+        batch.seen.scatter_(1, tokens[:, None], True)
+    batch.token_ids.index_copy_(1, batch.t[None], tokens[:, None])
+    batch.logps.index_copy_(1, batch.t[None], logps[:, None])
+    batch.tokens.copy_(tokens)
+    batch.done.logical_or_(torch.isin(tokens, eos))
+    batch.t.add_(1)
+
+
+def sampled(logits: Tensor, uniform: Tensor, suppressed: Tensor, sampling: Sampling) -> Tensor:
+    """Token ids [B] from logits [B, V] and a uniform number per row."""
+    return sample(logits.softmax(-1).index_fill(1, suppressed, 0), uniform, sampling)
