@@ -115,15 +115,16 @@ def packed_attention(
     """
     # under autocast rotary embeddings leave them in float32
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if isinstance(attention_mask, BlockMask):
-        attend = compiled("flex", flex_attention)
-        out = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
     batch, heads, _, size = query.shape
     kv_heads = key.shape[1]
+    if isinstance(attention_mask, BlockMask):
+        # Repeated: in the backward pass a block of keys that all completions see is one program's work, and
+        # with the heads that share it, six times as long; the others wait for it.
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+        attend = compiled("flex", flex_attention)
+        return attend(query, key, value, block_mask=attention_mask, scale=scaling).transpose(1, 2), None
     if isinstance(attention_mask, list):
-        key = key.repeat_interleave(heads // kv_heads, dim=1)
-        value = value.repeat_interleave(heads // kv_heads, dim=1)
+        key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
         out = torch.cat(
             [
                 F.scaled_dot_product_attention(

@@ -1,5 +1,6 @@
-"""Attention of one decode step on CUDA, in Triton: keys and values are read once for all heads that share
-them, unrepeated, and only as far as they are filled.
+"""What a decode step does around the attention, and the attention, on CUDA in Triton.
+
+Keys and values are read once for all heads that share them, unrepeated, and only as far as they are filled.
 
 Legend
   B  rows of the decode batch    S  slots of the cache     D  head size
@@ -9,6 +10,47 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+LAUNCH = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+
+
+@triton.jit
+def _rotate(
+    joint, cos, sin, slot, query, keys, values, slots,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row, head, size = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    inputs = joint + (row * (HEADS + 2 * KV_HEADS) + head) * D
+    x = tl.load(inputs + size)
+    if head < HEADS + KV_HEADS:  # a value is not rotated
+        partner = tl.load(inputs + (size + D // 2) % D).to(tl.float32)
+        partner = tl.where(size < D // 2, -partner, partner)
+        c, s = tl.load(cos + row * D + size).to(tl.float32), tl.load(sin + row * D + size).to(tl.float32)
+        x = (x.to(tl.float32) * c + partner * s).to(x.dtype)
+    newest = tl.load(slot)
+    if head < HEADS:
+        tl.store(query + (row * HEADS + head) * D + size, x)
+    elif head < HEADS + KV_HEADS:
+        place = (row * KV_HEADS + head - HEADS).to(tl.int64) * slots + newest
+        tl.store(keys + place * D + size, x)
+    else:
+        place = (row * KV_HEADS + head - HEADS - KV_HEADS).to(tl.int64) * slots + newest
+        tl.store(values + place * D + size, x)
+
+
+def rotate_and_store(
+    joint: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slot: Tensor
+) -> Tensor:
+    """joint [B, 1, (heads + 2 kv heads) D] are query, key and value of a new token before the rotation by
+    cos and sin [B, 1, D]. Key and value go to keys and values [B, kv heads, S, D] at `slot`; returns the
+    query [B, heads, 1, D]."""
+    rows, kv_heads, slots, size = keys.shape
+    heads = joint.shape[-1] // size - 2 * kv_heads
+    query = joint.new_empty(rows, heads, 1, size)
+    _rotate[(rows, heads + 2 * kv_heads)](
+        joint, cos, sin, slot, query, keys, values, slots, HEADS=heads, KV_HEADS=kv_heads, D=size, num_warps=1
+    )
+    return query
 
 
 @triton.jit
@@ -54,7 +96,7 @@ def decode_attention(
     out = torch.empty_like(query)
     _attend[(batch, kv_heads)](
         query, key, value, mask.view(torch.uint8), newest, out, slots, scale,
-        GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), KV_HEADS=kv_heads, D=size, BLOCK=64,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), KV_HEADS=kv_heads, D=size,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **LAUNCH,
     )  # fmt: skip
     return out.view(batch, 1, heads, size)

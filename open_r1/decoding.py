@@ -8,10 +8,11 @@ a boolean mask hides the slots that a row does not use.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import packed_attention
-from .layers import decoder_inputs, decoder_outputs, fused
+from .layers import decoder_outputs, fused, rms_norm, rotated
 from .sampling import Sampling, keyed_uniform, sample
 
 
@@ -109,65 +110,67 @@ class DecodeBatch:
 
 
 def decode_step(model: nn.Module, layers: DecodeLayers, batch: DecodeBatch, visible: int) -> Tensor:
-    """Feeds the newest token of every row: the float32 logits [B, V] of the next ones. The CPU looks at the
-    first `visible` slots only; a captured graph cannot know how many there are, and its kernel does."""
+    """Feeds the newest token of every row: the logits [B, V] of the next ones. The CPU looks at the first
+    `visible` slots only; a captured graph cannot know how many there are, and its kernel does."""
     text, cache, device = model.model.language_model, batch.cache, batch.tokens.device
+    attend = attend_on_cuda if device.type == "cuda" else attend_on_cpu
     batch.mask.index_fill_(1, cache.slot, True)
     x = text.embed_tokens(batch.tokens[:, None])  # [B, 1, H]
     cos, sin = text.rotary_emb(x, batch.positions[None, :, None].expand(3, -1, -1))  # [B, 1, D]
     for number, (layer, (qkv, gate_up)) in enumerate(zip(layers.layers, layers.joined, strict=True)):
-        attention, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
-        keys, values = cache.keys[number], cache.values[number]
-        sizes = tuple(len(p.weight) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        query = fused(decode_inputs, device)(
-            x, norms[0].weight, norms[0].variance_epsilon, [qkv], sizes, cos, sin, keys, values, cache.slot
-        )
-        if device.type == "cuda":
-            from .decode_kernel import decode_attention  # Triton comes with torch's CUDA builds only
-
-            attended = decode_attention(query, keys, values, batch.mask, cache.slot, attention.scaling)
-        else:
-            keys, values, mask = keys[:, :, :visible], values[:, :, :visible], batch.mask[:, :visible]
-            attended, _ = packed_attention(
-                attention, query, keys, values, mask[:, None, None], attention.scaling
-            )
+        norm = layer.input_layernorm
+        joint = fused(normed_linear, device)(x, norm.weight, norm.variance_epsilon, *qkv)
+        attended = attend(layer.self_attn, joint, cos, sin, batch, number, visible)  # [B, 1, heads, D]
+        norm = layer.post_attention_layernorm
         x = fused(decoder_outputs, device)(
-            x, attended, attention.o_proj.weight, norms[1].weight, norms[1].variance_epsilon, [gate_up],
+            x, attended, layer.self_attn.o_proj.weight, norm.weight, norm.variance_epsilon, [gate_up],
             layer.mlp.down_proj.weight,
         )  # fmt: skip
     cache.slot.add_(1)
     batch.positions.add_(1)
-    return model.lm_head(text.norm(x)[:, 0]).float()
+    return model.lm_head(text.norm(x)[:, 0])
 
 
-def decode_inputs(
-    x, norm, eps, projections, sizes, cos, sin, keys: Tensor, values: Tensor, slot: Tensor
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def attend_on_cuda(
+    attention: nn.Module, joint: Tensor, cos, sin, batch: DecodeBatch, number: int, visible: int
 ) -> Tensor:
-    """layers.decoder_inputs for one token of each row, which also writes keys and values [B, kv heads, S, D]
-    at `slot`; the query [B, heads, 1, D]."""
-    query, key, value = decoder_inputs(x, norm, eps, projections, sizes, cos, sin)
-    keys.index_copy_(2, slot, key)
-    values.index_copy_(2, slot, value)
-    return query.contiguous()
+    from .decode_kernel import decode_attention, rotate_and_store  # Triton comes with CUDA builds of torch
+
+    keys, values, slot = batch.cache.keys[number], batch.cache.values[number], batch.cache.slot
+    query = rotate_and_store(joint, cos, sin, keys, values, slot)
+    return decode_attention(query, keys, values, batch.mask, slot, attention.scaling)
+
+
+def attend_on_cpu(
+    attention: nn.Module, joint: Tensor, cos, sin, batch: DecodeBatch, number: int, visible: int
+) -> Tensor:
+    keys, values = batch.cache.keys[number], batch.cache.values[number]
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    joint = joint.unflatten(-1, (-1, size)).transpose(1, 2)  # [B, heads + 2 kv heads, 1, D]
+    query, key, value = joint.split((joint.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    cos, sin = cos[:, None], sin[:, None]  # [B, 1, 1, D]
+    keys.index_copy_(2, batch.cache.slot, rotated(key, cos, sin))
+    values.index_copy_(2, batch.cache.slot, value)
+    seen = batch.mask[:, None, None, :visible]
+    query, keys, values = rotated(query, cos, sin), keys[:, :, :visible], values[:, :, :visible]
+    return packed_attention(attention, query, keys, values, seen, attention.scaling)[0]
 
 
 def choose(
     batch: DecodeBatch, logits: Tensor, sampling: Sampling, penalty: float, eos: Tensor, suppressed: Tensor
 ) -> None:
-    """Picks the next token of every row from float32 logits [B, V] and records it. `eos` and `suppressed`
-    are token ids: those that end a completion, and those that must not be sampled."""
+    """Picks the next token of every row from logits [B, V] and records it. `eos` and `suppressed` are token
+    ids: those that end a completion, and those that must not be sampled."""
     if sampling.greedy:
-        scores = logits
-        if batch.seen is not None:
-            punished = torch.where(logits < 0, logits * penalty, logits / penalty)
-            scores = torch.where(batch.seen, punished, logits)
-        tokens = scores.argmax(-1)
+        tokens, logps = fused(greedy, logits.device)(logits, batch.seen, penalty)
     else:
-        logits = logits / sampling.temperature
         uniform = keyed_uniform(batch.keys, batch.t)
-        tokens = fused(sampled, logits.device)(logits, uniform, suppressed, sampling)
+        tokens, logps = fused(sampled, logits.device)(logits, uniform, suppressed, sampling)
     tokens = torch.where(batch.done, eos[0], tokens)
-    logps = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     if batch.seen is not None:
         batch.seen.scatter_(1, tokens[:, None], True)
     batch.token_ids.index_copy_(1, batch.t[None], tokens[:, None])
@@ -177,6 +180,22 @@ def choose(
     batch.t.add_(1)
 
 
-def sampled(logits: Tensor, uniform: Tensor, suppressed: Tensor, sampling: Sampling) -> Tensor:
-    """Token ids [B] from logits [B, V] and a uniform number per row."""
-    return sample(logits.softmax(-1).index_fill(1, suppressed, 0), uniform, sampling)
+def greedy(logits: Tensor, seen: Tensor | None, penalty: float) -> tuple[Tensor, Tensor]:
+    """Token ids and their log-probs [B] from logits [B, V]; a penalty acts on the tokens `seen` [B, V]."""
+    logits = scores = logits.float()
+    if seen is not None:
+        punished = torch.where(logits < 0, logits * penalty, logits / penalty)
+        scores = torch.where(seen, punished, logits)
+    tokens = scores.argmax(-1)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def sampled(
+    logits: Tensor, uniform: Tensor, suppressed: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Token ids and their log-probs [B] from logits [B, V] and a uniform number per row."""
+    logits = logits.float() / sampling.temperature
+    log_z = logits.logsumexp(-1)
+    probs = (logits - log_z[:, None]).exp().index_fill(1, suppressed, 0)
+    tokens = sample(probs, uniform, sampling)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - log_z

@@ -182,7 +182,7 @@ class FastEngine(Engine):
             if batch.seen is not None:
                 batch.seen[rows, prompt.input_ids.to(self.device)] = True
         batch.cache.slot.fill_(longest)
-        logits = self.model.lm_head(torch.cat(last_hidden)).float()
+        logits = self.model.lm_head(torch.cat(last_hidden))
         return logits.repeat_interleave(num_generations, dim=0)
 
     def _decode(self, batch: DecodeBatch, longest: int, sampling: Sampling) -> None:
