@@ -126,7 +126,7 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
     from datasets import Dataset, concatenate_datasets, load_from_disk
     from trl import GRPOConfig, GRPOTrainer
 
-    from open_r1.data import load_processor
+    from open_r1.processor import load_processor
     from open_r1.protocol import EVAL_TEMPLATE
 
     rows = load_from_disk(settings.rows)

@@ -14,17 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import PIL.Image
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import Qwen2VLProcessor
 
-from open_r1.data import CountingData, DataError, decode, describe, is_main_process, refuse_special_tokens
+from open_r1.data import CountingData
 from open_r1.data_loader import leave_process_group
+from open_r1.images import DataError, check_header, decode
+from open_r1.processor import (
+    is_main_process,
+    refuse_long_prompt,
+    refuse_special_tokens,
+    smallest_side,
+)
 
 CHUNK = 128  # rows a worker process answers for at a time
-MAX_ASPECT_RATIO = 200  # of the image processor
 END = 4096  # bytes of a file's start and end in its fingerprint
 
 
@@ -131,8 +136,7 @@ def good_rows(
 
 
 def _row_check(data: CountingData, processor: Qwen2VLProcessor, full: bool) -> Callable[[int], str | None]:
-    vision = processor.image_processor
-    return functools.partial(_fault, data, processor, vision.patch_size * vision.merge_size, full)
+    return functools.partial(_fault, data, processor, smallest_side(processor), full)
 
 
 def _fault(
@@ -144,25 +148,16 @@ def _fault(
         refuse_special_tokens(question, processor)
         if "<image>" in question:
             return "the question holds '<image>', but images always stand before the question: remove it"
+        sizes = []
         for file in data.open_images(row):
-            _check_header(file, min_side)
+            sizes.append(check_header(file, min_side))
             if full:
                 file.seek(0)
                 decode(file)
+        refuse_long_prompt(question, sizes, processor)
     except DataError as error:
         return str(error)
     return None
-
-
-def _check_header(file: BinaryIO, min_side: int) -> None:
-    try:
-        width, height = PIL.Image.open(file).size  # nothing but the header is read
-    except Exception as error:  # what Pillow raises for a broken file depends on the format
-        raise DataError(f"an image cannot be opened: {describe(error)}") from error
-    if min(width, height) < min_side:
-        raise DataError(f"an image of {width} x {height} pixels has a side under {min_side}")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise DataError(f"an image of {width} x {height} pixels is more than {MAX_ASPECT_RATIO} to 1")
 
 
 # --- Overlap with validation

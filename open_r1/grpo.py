@@ -25,10 +25,11 @@ from trl import ModelConfig, TrlParser
 from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
 from open_r1.checkpoint import load_policy
-from open_r1.data import PromptEncoder, load_processor
+from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.keep_best import KeepBest
 from open_r1.preflight import preflight
+from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine

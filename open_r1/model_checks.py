@@ -5,7 +5,6 @@ Each check returns (lines to show, faults to change). Values are not read, but f
 to be tied to the embedding.
 """
 
-import json
 from pathlib import Path
 
 import PIL.Image
@@ -13,7 +12,7 @@ import torch
 from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from .arguments import GRPOArguments
-from .checkpoint import EMBEDDING, HEAD, MODEL_TYPE, Slot, read_header, tensor_slots, weight_files
+from .checkpoint import EMBEDDING, HEAD, Slot, file_fault, refuse_other_kinds, tensor_slots, weight_files
 from .protocol import conversation
 from .rollout import end_tokens, unsupported
 
@@ -27,18 +26,7 @@ SAMPLING_SETTINGS = {
 
 def check_config(base: Path) -> Qwen2VLConfig:
     """The configuration. Raises ValueError for another kind of model, or none."""
-    try:
-        content = json.loads((base / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        fault = f"has no readable config.json ({error}); set MODEL to a whole model"
-        if (base / "adapter_config.json").exists():
-            fault = "is a LoRA adapter; merge it into its base, and set MODEL to that"
-        raise ValueError(f"{base} {fault}") from error
-    kind = content.get("model_type")
-    if kind != MODEL_TYPE:
-        raise ValueError(f"{base} is a {kind!r} model; set MODEL to a {MODEL_TYPE!r} one")
-    if "quantization_config" in content:
-        raise ValueError(f"{base} is quantized, and cannot be trained in full; set MODEL to its original")
+    refuse_other_kinds(base)
     return Qwen2VLConfig.from_pretrained(base)
 
 
@@ -54,7 +42,7 @@ def parameter_shapes(config: Qwen2VLConfig) -> dict[str, tuple[int, ...]]:
 
 def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
     """Are all tensors of the configuration there, in their shapes, in files of their full length?"""
-    faults = [fault for file in weight_files(base) if (fault := _file_fault(base / file))]
+    faults = [fault for file in weight_files(base) if (fault := file_fault(base / file))]
     if faults:
         return [], faults
     slots, shapes = tensor_slots(base), parameter_shapes(config)
@@ -86,17 +74,6 @@ def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
     return ([] if faults else lines), faults
 
 
-def _file_fault(path: Path) -> str | None:
-    try:
-        header, entries = read_header(path)
-    except Exception as error:  # missing, empty, or no safetensors file at all
-        return f"{path} has no readable header ({type(error).__name__}); copy the model again"
-    need = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if path.stat().st_size != need:
-        return f"{path} has {path.stat().st_size:,} bytes and its header says {need:,}; copy the model again"
-    return None
-
-
 def _same(folder: Path, slots: list[Slot]) -> bool:
     """Whether these places hold the same bytes."""
     first, second = slots
@@ -119,8 +96,6 @@ def _same(folder: Path, slots: list[Slot]) -> bool:
 
 def check_processor(base: Path, processor, config: Qwen2VLConfig) -> Found:
     """Do processor and model mean the same by tokens and patches?"""
-    if not isinstance(processor, Qwen2VLProcessor):
-        return [], [f"the processor of {base} is a {type(processor).__name__}, not a Qwen2VLProcessor"]
     tokenizer, images, vision = processor.tokenizer, processor.image_processor, config.vision_config
     vocabulary = config.get_text_config().vocab_size
     pairs = [  # what, the processor's, the model's

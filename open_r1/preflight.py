@@ -19,8 +19,9 @@ from trl import ModelConfig
 from . import model_checks
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
-from .data import CountingData, DataError, load_processor, load_rows
+from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
+from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
@@ -142,23 +143,11 @@ def check_weights(run: Run) -> Found:
 
 
 def check_processor(run: Run) -> Found:
-    processor = open_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
+    processor = load_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
     lines, faults = model_checks.check_processor(run.base, processor, run.config)
     if not faults:
         run.processor = processor
     return lines, faults
-
-
-def open_processor(base: Path, min_pixels: int | None, max_pixels: int | None):
-    """load_processor, with a sentence for whatever the library raises."""
-    try:
-        return load_processor(base, min_pixels, max_pixels)
-    except DataError:
-        raise
-    except Exception as error:  # its files can be wrong in as many ways as there are files
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        fault = f"{base} has no processor that loads ({reason}); set MODEL to a whole model"
-        raise ValueError(fault) from error
 
 
 def check_generation(run: Run) -> Found:

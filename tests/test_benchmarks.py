@@ -84,8 +84,9 @@ def test_the_floor_counts_what_pytorch_counts(result, folder):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from open_r1.data import PromptEncoder, load_processor, load_rows
+    from open_r1.data import PromptEncoder, load_rows
     from open_r1.packing import add_scoring_forward, pack
+    from open_r1.processor import load_processor
     from tests.tiny import tiny_model
 
     settings = Settings(folder=str(folder), new_tokens=6, prompts=1, group=3, width=56, height=84)

@@ -40,7 +40,7 @@ def faults_of(base: Path, *flags) -> str:
     config = model_checks.check_config(base)
     found = [model_checks.check_weights(base, config)[1]]
     found += [model_checks.check_generation(base, config, args)[1]]
-    processor = preflight.open_processor(base, None, None)
+    processor = preflight.load_processor(base, None, None)
     found += [model_checks.check_processor(base, processor, config)[1]]
     found += [model_checks.check_template(base, processor)[1]]
     return "\n".join(fault for faults in found for fault in faults)
@@ -116,14 +116,14 @@ def test_a_processor_that_is_missing_or_of_another_model(base):
     change(base / "preprocessor_config.json", merge_size=2)
     vision = json.loads((base / "config.json").read_text())
     change(base / "config.json", image_token_id=7, vocab_size=200, vision_config=vision["vision_config"])
-    processor = preflight.open_processor(base, None, None)
+    processor = preflight.load_processor(base, None, None)
     config = model_checks.check_config(base)
     _, faults = model_checks.check_processor(base, processor, config)
     assert "the image token is 262 for the processor and 7 for the model" in faults[0]
     assert "the tokenizer has 264 tokens and the model 200" in faults[1]
     (base / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="has no processor that loads"):
-        preflight.open_processor(base, None, None)
+        preflight.load_processor(base, None, None)
 
 
 def test_generation_settings(base):

@@ -9,7 +9,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from open_r1.arguments import GRPOArguments
 from open_r1.checkpoint import load_policy
-from open_r1.data import PromptEncoder, load_processor, load_rows
+from open_r1.data import PromptEncoder, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE
 from open_r1.rewards import RewardCaller, resolve_rewards
 from open_r1.rollout import Engine
