@@ -142,19 +142,25 @@ class GRPOArguments(GRPOConfig):
             str(self.scale_rewards), self.scale_rewards
         )
         self.checkpoints_kept = self.save_total_limit or 2
+        self.planned_processes: int | None = None  # set by preflight.py in a dry run
         self.save_total_limit = None  # the Trainer's own pruning knows no complete-marker
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
         self.logging_nan_inf_filter = False  # a NaN must be seen, not replaced by the mean
 
     @property
+    def processes(self) -> int:
+        """Of the run. A dry run is one process, and counts one for each GPU, as train.sh would start."""
+        return self.planned_processes or self.world_size
+
+    @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one rollout, all ranks together."""
-        return self.steps_per_generation * self.prompts_per_row * self.world_size
+        return self.steps_per_generation * self.prompts_per_row * self.processes
 
     @property
     def prompts_per_update(self) -> int:
-        return self.gradient_accumulation_steps * self.prompts_per_row * self.world_size
+        return self.gradient_accumulation_steps * self.prompts_per_row * self.processes
 
     @property
     def updates_per_rollout(self) -> int:

@@ -53,7 +53,7 @@ def check_rows(
     """Those of `rows` (default: all) that cannot be trained on. With `full`, all images are decoded."""
     rows = range(len(data)) if rows is None else rows
     name = f"{'decoding' if full else 'checking'} {data.source}"
-    reasons = _map_rows(_row_check(data, processor, full), rows, num_workers, name)
+    reasons = map_rows(_row_check(data, processor, full), rows, num_workers, name)
     return [BadRow(row, reason) for row, reason in reasons if reason]
 
 
@@ -75,7 +75,7 @@ class BackgroundDecode:
         self._error: Exception | None = None
         self._stop = threading.Event()
         rows = range(len(data)) if rows is None else rows
-        reasons = _map_rows(_row_check(data, processor, True), rows, num_workers, None)
+        reasons = map_rows(_row_check(data, processor, True), rows, num_workers, None)
         self._thread = threading.Thread(target=self._collect, args=(reasons,), daemon=True)
         self._thread.start()
 
@@ -186,10 +186,10 @@ def drop_overlap(
     rows = range(len(train)) if rows is None else rows
     seen: set[bytes] = set()
     for one in validation:
-        prints = _map_rows(functools.partial(_fingerprints, one), range(len(one)), num_workers, None)
+        prints = map_rows(functools.partial(_fingerprints, one), range(len(one)), num_workers, None)
         seen.update(digest for _, digests in prints for digest in digests)
     name = "comparing with validation"
-    prints = _map_rows(functools.partial(_fingerprints, train), rows, num_workers, name)
+    prints = map_rows(functools.partial(_fingerprints, train), rows, num_workers, name)
     kept = [row for row, digests in prints if seen.isdisjoint(digests)]
     if not kept:
         raise DataError(f"every row of {train.source} shares an image with validation")
@@ -223,7 +223,7 @@ class _Chunks(Dataset):
         return [(row, self.function(row)) for row in rows]
 
 
-def _map_rows(
+def map_rows(
     function: Callable[[int], Any], rows: Sequence[int], num_workers: int, name: str | None
 ) -> Iterator[tuple[int, Any]]:
     """(row, function(row)) for each row, in order. The processes start at once; `name` is that of a bar."""
@@ -231,7 +231,7 @@ def _map_rows(
     loader = DataLoader(
         chunks,
         batch_size=None,
-        num_workers=min(num_workers, len(chunks)),
+        num_workers=min(num_workers, len(chunks), len(os.sched_getaffinity(0))),
         worker_init_fn=_stand_back,
         generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )

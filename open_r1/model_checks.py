@@ -13,7 +13,7 @@ from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalG
 
 from .arguments import GRPOArguments
 from .checkpoint import EMBEDDING, HEAD, Slot, file_fault, refuse_other_kinds, tensor_slots, weight_files
-from .protocol import conversation
+from .protocol import EVAL_TEMPLATE, conversation
 from .rollout import end_tokens, unsupported
 
 Found = tuple[list[str], list[str]]  # lines, faults
@@ -65,13 +65,9 @@ def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
         )
     dtypes = sorted({str(slot.dtype).removeprefix("torch.") for places in slots.values() for slot in places})
     size = sum((base / file).stat().st_size for file in weight_files(base))
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
     head = "tied to the embedding" if config.tie_word_embeddings else "not tied"
-    lines = [
-        f"{count:,} parameters in {'/'.join(dtypes)}, {size / 1e9:,.2f} GB; the output head is {head}",
-        f"all {len(shapes)} tensors of config.json are there in their shapes (headers read, values not)",
-    ]
-    return ([] if faults else lines), faults
+    line = f"{'/'.join(dtypes)}, {size / 1e9:,.2f} GB, output head {head}; all {len(shapes)} tensors there"
+    return ([] if faults else [line]), faults
 
 
 def _same(folder: Path, slots: list[Slot]) -> bool:
@@ -117,10 +113,8 @@ def check_processor(base: Path, processor, config: Qwen2VLConfig) -> Found:
         )
     low, high = images.size["shortest_edge"], images.size["longest_edge"]
     side = images.patch_size * images.merge_size
-    return [
-        f"{len(tokenizer):,} tokens in a vocabulary of {vocabulary:,}; images are shown at {low:,} to "
-        f"{high:,} pixels ({-(-low // side**2):,} to {high // side**2:,} tokens)"
-    ], faults
+    tokens = f"{-(-low // side**2):,} to {high // side**2:,} tokens"
+    return [f"shows images at {low:,} to {high:,} pixels, which are {tokens}"], faults
 
 
 # --- Generation settings
@@ -144,21 +138,17 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
         for name, neutral in SAMPLING_SETTINGS.items()
         if (value := getattr(settings, name, None)) not in (None, neutral)
     }
-    lines = []
+    lines = [
+        f"--temperature {args.temperature:g} --top_p {args.top_p:g} --top_k {args.top_k or 0}"
+        + (f" --min_p {args.min_p:g}" if args.min_p else "")
+    ]
     if brought:
         listed = ", ".join(f"{name} {value:g}" for name, value in brought.items())
-        trap = " (greedy: nothing would be learned)" if brought.get("top_k") == 1 else ""
-        lines.append(f"generation_config.json's {listed}{trap} is not followed:")
-    lines.append(
-        f"rollouts sample with --temperature {args.temperature:g} --top_p {args.top_p:g} --top_k "
-        f"{args.top_k or 0}" + (f" --min_p {args.min_p:g}" if args.min_p else "")
-    )
+        trap = ", which is greedy: nothing would be learned" if brought.get("top_k") == 1 else ""
+        lines.append(f"not followed: generation_config.json's {listed}{trap}")
     penalty = settings.repetition_penalty or 1.0
     if penalty != 1:
-        lines.append(
-            f"generation_config.json's repetition_penalty {penalty:g} acts in validation, as in the grader, "
-            "and not in rollouts"
-        )
+        lines.append(f"its repetition_penalty {penalty:g} acts in validation and the grader, not in rollouts")
     return lines, faults
 
 
@@ -191,7 +181,7 @@ def check_template(base: Path, processor: Qwen2VLProcessor) -> Found:
     placed = int((inputs["input_ids"] == token).sum())
     if placed != need:
         faults.append(f"an image of {grid} patches gets {placed} placeholders, but needs {need}: {where}")
-    return [
-        text.strip().replace("\n", "⏎").replace(processor.image_token, f"{processor.image_token}×{placed}"),
-        f"({inputs['input_ids'].numel()} tokens, {placed} of them for a picture of 480 x 320, as it needs)",
-    ], faults
+    start, _, _ = EVAL_TEMPLATE.partition("{question}")[2].partition(" in <think>")
+    short = text.strip().replace(EVAL_TEMPLATE.format(question=question), f"{question}{start} …")
+    short = short.replace("\n", "⏎").replace(processor.image_token, f"{processor.image_token}×{placed}")
+    return [short, f"(480 x 320 pixels need {need} image tokens and get them)"], faults

@@ -177,31 +177,36 @@ def reward_arguments(
 
 def try_rewards(
     rewards: Sequence[Reward], rows: Sequence[dict], images: Sequence[list], tokenizer
-) -> str:
-    """Calls each reward on gold answers and on empty text, and returns the table to print.
+) -> tuple[list[str], list[str]]:
+    """Calls each reward on gold answers and on empty text. Returns the lines of a table, and the faults.
 
-    rows are column dictionaries with "answer" and "question", images those of each row. ValueError when a
-    reward named accuracy does not give 1.0 for gold and 0.0 for nothing: it disagrees with the grader. The
-    others are only shown; entropy and self-certainty are drawn at random for them.
+    rows are column dictionaries with "answer" and "question", images those of each row. A reward that fails
+    is a fault, and so is one named accuracy that does not give 1.0 for gold and 0.0 for nothing: it disagrees
+    with the grader. Entropy and self-certainty are drawn at random.
     """
-    lines = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"]
+    lines, faults = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"], []
     gold = [f"<answer> {row['answer']} </answer>" for row in rows]
     for reward in rewards:
-        shown = [_tried(reward, rows, images, texts, tokenizer) for texts in (gold, [""] * len(rows))]
+        shown = []
+        for what, texts in (("gold answers", gold), ("empty text", [""] * len(rows))):
+            try:
+                shown.append(_tried(reward, rows, images, texts, tokenizer))
+            except RewardError as error:
+                shown.append("failed")
+                faults.append(f"{error} (when it was tried on {what})")
         lines.append(f"{reward.name:<24}{reward.weight:>8g}{shown[0]:>14}{shown[1]:>14}")
         if reward.name == "accuracy" and shown != ["1.00", "0.00"]:
-            raise ValueError(
-                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty "
-                "text, not 1.00 and "
-                "0.00: it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
+            faults.append(
+                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty text, not "
+                "1.00 and 0.00: it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
             )
-    return "\n".join(lines)
+    return lines, faults
 
 
 def _tried(
     reward: Reward, rows: Sequence[dict], images: Sequence[list], texts: Sequence[str], tokenizer
 ) -> str:
-    """The mean reward of these texts, as the table shows it."""
+    """The mean reward of these texts, as the table shows it. Raises RewardError."""
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     generator = torch.Generator().manual_seed(0)
     available = {
@@ -214,9 +219,5 @@ def _tried(
         "images": list(images),
         **{name: [torch.rand(len(row), generator=generator) for row in ids] for name in TOKEN_STATISTICS},
     }
-    try:
-        known = [value for value in reward(available) if not math.isnan(value)]
-    except RewardError as error:
-        print(error)
-        return "failed"
+    known = [value for value in reward(available) if not math.isnan(value)]
     return f"{sum(known) / len(known):.2f}" if known else "cannot judge"

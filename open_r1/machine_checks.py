@@ -1,0 +1,113 @@
+"""Whether this machine can carry the run: packages, GPUs, and the memory that is certain to be needed.
+
+Each check returns (lines to show, faults to change).
+"""
+
+import platform
+from dataclasses import dataclass
+
+import psutil
+import torch
+from accelerate.utils import gather_object
+
+from . import versions
+from .arguments import GRPOArguments
+
+Found = tuple[list[str], list[str]]  # lines, faults
+SHOWN = ("torch", "transformers", "trl", "deepspeed", "accelerate")
+GIB = 2**30
+
+
+def check_packages() -> Found:
+    missing, outside = versions.find_faults()
+    shown = [f"Python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
+    shown += [f"{name} {version}" for name in SHOWN if (version := versions.installed(name))]
+    faults = [f"{fault} was never tested" for fault in outside] + [f"{fault} is needed" for fault in missing]
+    return [", ".join(shown)], [f"{fault}; install from requirements.txt" for fault in faults]
+
+
+# --- GPUs
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    free: int  # bytes, before this run allocates any
+    total: int
+
+
+def devices(args: GRPOArguments) -> list[Device]:
+    """The device of each process of the run, in the order of their ranks; the memory of the host for the CPU.
+
+    A collective. A dry run is one process, and looks at all GPUs that it sees.
+    """
+    if args.device.type != "cuda":
+        memory = psutil.virtual_memory()
+        own = [Device("CPU", memory.available, memory.total)]
+    else:
+        planned = args.processes > args.world_size
+        own = [_gpu(i) for i in (range(args.processes) if planned else [args.device.index or 0])]
+    return gather_object(own)
+
+
+def _gpu(index: int) -> Device:
+    return Device(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index))
+
+
+def check_devices(found: list[Device], args: GRPOArguments) -> Found:
+    if args.device.type != "cuda":
+        if args.use_cpu:
+            free = f"{found[0].free / GIB:.1f} of {found[0].total / GIB:.1f} GiB of memory free"
+            return [f"none is used (--use_cpu): the CPU in {args.world_size} process(es), {free}"], []
+        fault = "no GPU is visible to PyTorch: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set --use_cpu true"
+        return [], [fault]
+    faults = []
+    if args.n_gpu > 1 and args.processes == 1:
+        faults.append(
+            f"{args.n_gpu} GPUs are visible to a single process: start one for each, as train.sh does, or "
+            "set CUDA_VISIBLE_DEVICES to one"
+        )
+    names = sorted({device.name for device in found})
+    free = ", ".join(f"{device.free / GIB:.1f}" for device in found)
+    return [f"{len(found)} x {' and '.join(names)}: {free} of {found[0].total / GIB:.1f} GiB free"], faults
+
+
+# --- Memory
+
+
+def certain_bytes(parameters: int, args: GRPOArguments, stage: int) -> dict[str, int]:
+    """What every process holds for the whole run, by name, in bytes; `stage` is DeepSpeed's (0: without it).
+
+    What depends on lengths is not in it: activations, logits, the key/value cache, captured graphs.
+    """
+    low = 2 if args.bf16 else 4
+
+    def share(from_stage: int) -> float:
+        return parameters / (args.processes if stage >= from_stage else 1)
+
+    needs = {"weights": low * share(3)} if stage else {}
+    needs["float32 masters"] = 4 * share(1)
+    if "adamw" in args.optim:
+        needs["Adam"] = 8 * share(1)
+    needs["gradients"] = 4 * share(2)
+    needs["rollout copy"] = low * parameters
+    if args.beta:
+        needs["reference"] = low * parameters
+    return {name: int(size) for name, size in needs.items()}
+
+
+def check_memory(found: list[Device], parameters: int, args: GRPOArguments, stage: int) -> Found:
+    needs = certain_bytes(parameters, args, stage)
+    total = sum(needs.values())
+    faults = []
+    for rank, device in enumerate(found):
+        if device.free < total:
+            faults.append(
+                f"{device.name} {rank} has {device.free / GIB:.1f} GiB free and {total / GIB:.1f} are needed "
+                "before any activation: stop what else uses it, or use more GPUs"
+            )
+    parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in needs.items())
+    sharded = f", sharded over {args.processes} (ZeRO-{stage})" if stage and args.processes > 1 else ""
+    return [
+        f"{total / GIB:.1f} GiB are certain on each{sharded}: {parts}; activations and caches come on top"
+    ], faults
