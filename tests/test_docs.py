@@ -13,7 +13,7 @@ from tests.test_distributed import make_rows
 from tests.tiny import save_public_form
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "methods/main/README.md", "methods/demo/README.md"]
+PAGES = ["README.md", "methods/main/README.md", "methods/demo/README.md", "benchmarks/README.md"]
 
 
 def commands(page: str) -> list[str]:
