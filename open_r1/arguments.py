@@ -4,6 +4,7 @@ Names and meanings are those of TRL's GRPOConfig and ModelConfig and of R1-V; a 
 trainer does not honour is refused instead of ignored.
 """
 
+import warnings
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
@@ -135,7 +136,9 @@ class GRPOArguments(GRPOConfig):
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
         # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours
         # counts prompts.
-        super(GRPOConfig, self).__post_init__()
+        with warnings.catch_warnings():  # of a new name that only the newest transformers knows
+            warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")
+            super(GRPOConfig, self).__post_init__()
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
         self.scale_rewards = {"True": "group", "False": "none"}.get(

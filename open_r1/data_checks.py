@@ -236,7 +236,8 @@ def map_rows(
         generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )
     hidden = name is None or not is_main_process()
-    return _one_by_one(iter(loader), tqdm(total=len(rows), desc=name, unit="row", delay=1, disable=hidden))
+    bar = tqdm(total=len(rows), desc=name, unit="row", delay=1, leave=False, disable=hidden)
+    return _one_by_one(iter(loader), bar)
 
 
 def _one_by_one(chunks: Iterator[list[tuple[int, Any]]], bar: tqdm) -> Iterator[tuple[int, Any]]:

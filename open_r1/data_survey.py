@@ -36,10 +36,16 @@ def row_facts(
 def _facts(data: CountingData, processor: Qwen2VLProcessor, row: int) -> RowFacts:
     columns = data.columns(row)
     sizes = tuple(PIL.Image.open(file).size for file in data.open_images(row))
-    messages = conversation(columns["question"], len(sizes))
+    tokens = _text_tokens(processor, columns["question"], len(sizes))
+    return RowFacts(columns["answer"], sizes, tokens + sum(image_tokens(processor, *size) for size in sizes))
+
+
+@functools.lru_cache(maxsize=4096)  # counting questions repeat
+def _text_tokens(processor: Qwen2VLProcessor, question: str, images: int) -> int:
+    """The tokens of a prompt but for its images."""
+    messages = conversation(question, images)
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    tokens = len(processor.tokenizer(text)["input_ids"])  # one of them for each image
-    return RowFacts(columns["answer"], sizes, tokens + sum(image_tokens(processor, *s) - 1 for s in sizes))
+    return len(processor.tokenizer(text)["input_ids"]) - images
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,12 +18,19 @@ SHOWN = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 GIB = 2**30
 
 
+def number_of(count: int, what: str) -> str:
+    """1 prompt, 2 prompts; 1 process, 2 processes."""
+    plural = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count:,} {what}{plural}"
+
+
 def check_packages() -> Found:
     missing, outside = versions.find_faults()
-    shown = [f"Python {platform.python_version()}", f"CUDA {torch.version.cuda or 'none'}"]
-    shown += [f"{name} {version}" for name in SHOWN if (version := versions.installed(name))]
+    shown = [f"{name} {version}" for name in SHOWN if (version := versions.installed(name))]
+    shown += [f"CUDA {torch.version.cuda or 'none'}", f"Python {platform.python_version()}"]
     faults = [f"{fault} was never tested" for fault in outside] + [f"{fault} is needed" for fault in missing]
-    return [", ".join(shown)], [f"{fault}; install from requirements.txt" for fault in faults]
+    verdict = "" if faults else ": all in the tested ranges"
+    return [", ".join(shown) + verdict], [f"{fault}; install from requirements.txt" for fault in faults]
 
 
 # --- GPUs
@@ -58,7 +65,7 @@ def check_devices(found: list[Device], args: GRPOArguments) -> Found:
     if args.device.type != "cuda":
         if args.use_cpu:
             free = f"{found[0].free / GIB:.1f} of {found[0].total / GIB:.1f} GiB of memory free"
-            return [f"none is used (--use_cpu): the CPU in {args.world_size} process(es), {free}"], []
+            return [f"none (--use_cpu): {number_of(args.world_size, 'process')} on the CPU, {free}"], []
         fault = "no GPU is visible to PyTorch: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set --use_cpu true"
         return [], [fault]
     faults = []
@@ -104,9 +111,9 @@ def check_memory(found: list[Device], parameters: int, args: GRPOArguments, stag
         if device.free < total:
             faults.append(
                 f"{device.name} {rank} has {device.free / GIB:.1f} GiB free and {total / GIB:.1f} are needed "
-                "before any activation: stop what else uses it, or use more GPUs"
+                "before any activation: stop what else uses it, or use more or larger GPUs"
             )
-    parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in needs.items())
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.items())
     sharded = f", sharded over {args.processes} (ZeRO-{stage})" if stage and args.processes > 1 else ""
     return [
         f"{total / GIB:.1f} GiB are certain on each{sharded}: {parts}; activations and caches come on top"

@@ -139,13 +139,14 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
         if (value := getattr(settings, name, None)) not in (None, neutral)
     }
     lines = [
-        f"--temperature {args.temperature:g} --top_p {args.top_p:g} --top_k {args.top_k or 0}"
+        f"rollouts: --temperature {args.temperature:g} --top_p {args.top_p:g} --top_k {args.top_k or 0}"
         + (f" --min_p {args.min_p:g}" if args.min_p else "")
+        + "; validation and grader: greedy"
     ]
     if brought:
         listed = ", ".join(f"{name} {value:g}" for name, value in brought.items())
-        trap = ", which is greedy: nothing would be learned" if brought.get("top_k") == 1 else ""
-        lines.append(f"not followed: generation_config.json's {listed}{trap}")
+        trap = " (always the likeliest token: nothing would be learned)" if brought.get("top_k") == 1 else ""
+        lines.append(f"not used: generation_config.json's {listed}{trap}")
     penalty = settings.repetition_penalty or 1.0
     if penalty != 1:
         lines.append(f"its repetition_penalty {penalty:g} acts in validation and the grader, not in rollouts")
@@ -183,5 +184,5 @@ def check_template(base: Path, processor: Qwen2VLProcessor) -> Found:
         faults.append(f"an image of {grid} patches gets {placed} placeholders, but needs {need}: {where}")
     start, _, _ = EVAL_TEMPLATE.partition("{question}")[2].partition(" in <think>")
     short = text.strip().replace(EVAL_TEMPLATE.format(question=question), f"{question}{start} …")
-    short = short.replace("\n", "⏎").replace(processor.image_token, f"{processor.image_token}×{placed}")
+    short = short.replace("\n", "⏎ ").replace(processor.image_token, f"{processor.image_token}×{placed}")
     return [short, f"(480 x 320 pixels need {need} image tokens and get them)"], faults

@@ -23,10 +23,12 @@ from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
 from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
+from .machine_checks import number_of
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
+SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
 Found = tuple[list[str], list[str]]  # lines, faults
 
@@ -48,7 +50,8 @@ class Run:
     data: CountingData | None = None
     validation_sets: dict[str, CountingData] = field(default_factory=dict)
     rows: list[int] | None = None  # of data: those to train on
-    facts: list[data_survey.RowFacts] | None = None  # about these rows
+    surveyed: list[int] | None = None  # of these rows
+    facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
     rewards: list[Reward] | None = None
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
 
@@ -202,8 +205,11 @@ def check_training_rows(run: Run) -> Found:
 
 
 def check_answers(run: Run) -> Found:
-    run.facts = data_survey.row_facts(run.data, run.processor, run.rows)
-    return data_survey.check_answers(run.facts)
+    run.surveyed = [run.rows[i] for i in validation.pick_rows(len(run.rows), SURVEYED)]
+    run.facts = data_survey.row_facts(run.data, run.processor, run.surveyed)
+    lines, faults = data_survey.check_answers(run.facts)
+    some = f"(this and the next two of {len(run.facts):,} rows, evenly spaced)"
+    return lines + [some] * (len(run.facts) < len(run.rows)), faults
 
 
 def check_images(run: Run) -> Found:
@@ -212,7 +218,8 @@ def check_images(run: Run) -> Found:
 
 def check_prompts(run: Run) -> Found:
     limit = run.config.get_text_config().max_position_embeddings
-    return data_survey.check_prompts(run.data, run.rows, run.facts, limit, run.args.max_completion_length)
+    room = run.args.max_completion_length
+    return data_survey.check_prompts(run.data, run.surveyed, run.facts, limit, room)
 
 
 def check_validation_rows(run: Run) -> Found:
@@ -283,20 +290,20 @@ def check_updates(run: Run) -> Found:
         rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_per_rollout)
         args.max_steps = rollouts * args.updates_per_rollout
     epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
-    rows = f"{args.processes} processes x {args.gradient_accumulation_steps} rows x {args.prompts_per_row}"
+    processes = number_of(args.processes, "process")
+    rows = number_of(args.gradient_accumulation_steps, "row")
     lines = [
-        f"{args.prompts_per_update} prompts ({rows}) x {args.num_generations} completions of up to "
-        f"{args.max_completion_length} tokens",
-        f"{args.max_steps:,} updates, {args.updates_per_rollout} a rollout: {epochs:.2f} epochs; "
-        f"{'bf16' if args.bf16 else 'float32'} over float32 master weights",
+        f"{number_of(args.prompts_per_update, 'prompt')} ({processes} x {rows} x {args.prompts_per_row}) x "
+        f"{args.num_generations} completions of up to {args.max_completion_length} tokens",
+        f"{number_of(args.max_steps, 'update')}, {args.updates_per_rollout} a rollout: {epochs:.2f} epochs, "
+        f"in {'bf16' if args.bf16 else 'float32'} over float32 master weights",
     ]
-    if run.validation_sets:
+    if run.validation_sets and args.eval_strategy != "no":
         sets = " + ".join(
             f"{name} {len(validation.pick_rows(len(data), args.eval_limit)):,}"
             for name, data in run.validation_sets.items()
         )
-        when = "" if args.eval_strategy == "no" else f" every {args.eval_steps:g} updates"
-        lines.append(f"validation{when} on rows: {sets}")
+        lines.append(f"every {args.eval_steps:g} updates a validation on {sets} rows")
     return lines, []
 
 

@@ -141,9 +141,9 @@ def test_generation_settings(base):
     config = model_checks.check_config(base)
     lines, _ = model_checks.check_generation(base, config, parse("--output_dir", "o", "--use_cpu", "true")[1])
     assert lines == [
-        "--temperature 1 --top_p 1 --top_k 0",
-        "not followed: generation_config.json's temperature 0.01, top_k 1, top_p 0.001, which is greedy: "
-        "nothing would be learned",
+        "rollouts: --temperature 1 --top_p 1 --top_k 0; validation and grader: greedy",
+        "not used: generation_config.json's temperature 0.01, top_k 1, top_p 0.001 (always the likeliest "
+        "token: nothing would be learned)",
         "its repetition_penalty 1.05 acts in validation and the grader, not in rollouts",
     ]
 
