@@ -193,6 +193,15 @@ def test_the_facts_are_those_of_the_encoded_prompts(tmp_path):
     assert data_survey.check_prompts(data, order, facts, 4096, 256)[1] == []
 
 
+def test_a_large_set_is_measured_on_rows_spread_over_it(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(preflight, "SURVEYED", 2)
+    table(solutions=[1, 2, 8, 4]).save_to_disk(tmp_path / "train")
+    run(folder, tmp_path / "out", "--dataset_name", tmp_path / "train", "--max_steps", 1, "--dry_run", "true")
+    shown = capsys.readouterr().out
+    assert "answers      1:50% 8:50%, above six 50% of the rows" in shown
+    assert "(this and the next two of 2 rows, evenly spaced)" in shown and "4 of 4 rows used" in shown
+
+
 def test_rows_without_images_answers_or_columns(folder, tmp_path):  # noqa: F811
     table([None] * 4).save_to_disk(tmp_path / "blind")
     table(solutions=["many", "3", "", "five"]).save_to_disk(tmp_path / "unanswered")
