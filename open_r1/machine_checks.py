@@ -105,16 +105,18 @@ def certain_bytes(parameters: int, args: GRPOArguments, stage: int) -> dict[str,
 
 def check_memory(found: list[Device], parameters: int, args: GRPOArguments, stage: int) -> Found:
     needs = certain_bytes(parameters, args, stage)
-    total = sum(needs.values())
-    faults = []
-    for rank, device in enumerate(found):
-        if device.free < total:
-            faults.append(
-                f"{device.name} {rank} has {device.free / GIB:.1f} GiB free and {total / GIB:.1f} are needed "
-                "before any activation: stop what else uses it, or use more or larger GPUs"
-            )
+    total, on_cpu = sum(needs.values()), args.device.type != "cuda"
+    if on_cpu:  # its processes share one memory
+        found, total = found[:1], total * args.processes
+    faults = [
+        f"{device.name} {'' if on_cpu else f'{rank} '}has {device.free / GIB:.1f} GiB free and "
+        f"{total / GIB:.1f} are needed before any activation: stop what else uses it, or take more of them"
+        for rank, device in enumerate(found)
+        if device.free < total
+    ]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.items())
+    where = "in all" if on_cpu else "on each"
     sharded = f", sharded over {args.processes} (ZeRO-{stage})" if stage and args.processes > 1 else ""
     return [
-        f"{total / GIB:.1f} GiB are certain on each{sharded}: {parts}; activations and caches come on top"
+        f"{total / GIB:.1f} GiB are certain {where}{sharded}: {parts}; activations and caches come on top"
     ], faults

@@ -1,8 +1,11 @@
 """The preflight: each check fails for what it looks for, and all faults come together."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +17,10 @@ from open_r1 import data_survey, machine_checks, model_checks, preflight, versio
 from open_r1.data import PromptEncoder, load_rows
 from open_r1.grpo import reward_funcs_registry
 from tests.data_sets import encoded, table
-from tests.test_grpo import folder, parse, run  # noqa: F401 (folder is a fixture)
+from tests.test_grpo import ROOT, flags, folder, parse, run  # noqa: F401 (folder is a fixture)
 from tests.tiny import PAD, noise_image, save_public_form, tiny_config, tiny_processor
 
+LETTERS = "def letters(completions, **kwargs): return [len(c[0]['content']) for c in completions]\n"
 FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 
 
@@ -269,6 +273,32 @@ def test_memory_that_is_certain_to_be_needed():
     full = machine_checks.Device("Card", free=10 * gib, total=48 * gib)
     _, faults = machine_checks.check_memory([GPU, full], parameters, gpu_args(2), 3)
     assert len(faults) == 1 and "Card 1 has 10.0 GiB free and 22.6 are needed" in faults[0]
+    host = machine_checks.Device("CPU", free=80 * gib, total=96 * gib)  # two processes share it
+    on_cpu = gpu_args(2, device=torch.device("cpu"), bf16=False)
+    _, faults = machine_checks.check_memory([host, host], parameters, on_cpu, 0)
+    assert len(faults) == 1 and "CPU has 80.0 GiB free and 82.3 are needed" in faults[0]
+
+
+# --- several ranks
+
+
+def test_a_fault_of_another_rank_is_in_the_one_list(folder, tmp_path):  # noqa: F811
+    """Rank 1 alone cannot import the reward. Both ranks end, rank 0 speaks, and nobody waits."""
+    (tmp_path / "fickle.py").write_text("import os\nif os.environ['RANK'] == '0':\n    " + LETTERS)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+        ROOT / "open_r1/grpo.py", *flags(folder, tmp_path / "out", "--max_steps", 1, "--num_generations", 1),
+        "--reward_funcs", "fickle.letters", "--reward_weights", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stdout.count("packages ") == 1
+    said = done.stderr[done.stderr.index("grpo.py: not ready") :]
+    assert said.startswith("grpo.py: not ready: 2 things to change\n  1. --num_generations 1")
+    assert "\n  2. rank 1: --reward_funcs fickle.letters could not be imported" in said
+    assert said.count("grpo.py: ") == 1
 
 
 # --- the screen ---------------------------------------------------------------------------------------------
