@@ -11,7 +11,8 @@ from benchmarks.settings import Settings
 from open_r1 import validation
 from open_r1.arguments import GRPOArguments
 from open_r1.checkpoint import load_policy
-from open_r1.data import Prompt, PromptEncoder, load_processor, load_rows
+from open_r1.data import Prompt, PromptEncoder, load_rows
+from open_r1.processor import load_processor
 from open_r1.rollout import Completion, Engine, FastEngine
 from open_r1.sampling import Sampling
 
