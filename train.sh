@@ -160,6 +160,12 @@ echo "An update: $processes processes ($NUM_GPUS GPUs) x $accumulation accumulat
 script=$ROOT/open_r1/grpo.py
 dry_run=$(given dry_run)
 if [[ -n $dry_run && ${dry_run,,} != false ]]; then
+    # It is one process, and counts on as many as it sees GPUs.
+    if ((NUM_GPUS > 0)); then
+        seen=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 "$((visible - 1))")}
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$NUM_GPUS" <<<"$seen")
+        export CUDA_VISIBLE_DEVICES
+    fi
     exec "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
 elif ((NUM_GPUS == 0)); then
     "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
