@@ -4,7 +4,7 @@
 #   bash train.sh                                  on the data in /app, or the demo where there is none
 #   MODEL=... DATA=... VAL=... bash train.sh       on your own
 #   bash train.sh --max_steps 200 --beta 0.04      flags come last, so they override those below
-#   bash train.sh --dry_run                        every check and the derived numbers, no training
+#   bash train.sh --dry_run                        every check on one screen, no training
 #
 # Environment: MODEL, DATA, VAL, OOD_VAL (what to read), OUT (logs and checkpoints), SUBMISSION (the best model),
 # NUM_GPUS (0: the CPU), PYTHON (the Python to use).

@@ -15,7 +15,6 @@ from .arguments import GRPOArguments
 
 Found = tuple[list[str], list[str]]  # lines, faults
 SHOWN = ("torch", "transformers", "trl", "deepspeed", "accelerate")
-GIB = 2**30
 
 
 def number_of(count: int, what: str) -> str:
@@ -64,7 +63,7 @@ def _gpu(index: int) -> Device:
 def check_devices(found: list[Device], args: GRPOArguments) -> Found:
     if args.device.type != "cuda":
         if args.use_cpu:
-            free = f"{found[0].free / GIB:.1f} of {found[0].total / GIB:.1f} GiB of memory free"
+            free = f"{_gib(found[0].free)} of {_gib(found[0].total)} GiB of memory free"
             return [f"none (--use_cpu): {number_of(args.world_size, 'process')} on the CPU, {free}"], []
         fault = "no GPU is visible to PyTorch: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set --use_cpu true"
         return [], [fault]
@@ -75,8 +74,8 @@ def check_devices(found: list[Device], args: GRPOArguments) -> Found:
             "set CUDA_VISIBLE_DEVICES to one"
         )
     names = sorted({device.name for device in found})
-    free = ", ".join(f"{device.free / GIB:.1f}" for device in found)
-    return [f"{len(found)} x {' and '.join(names)}: {free} of {found[0].total / GIB:.1f} GiB free"], faults
+    free = ", ".join(_gib(device.free) for device in found)
+    return [f"{len(found)} x {' and '.join(names)}: {free} of {_gib(found[0].total)} GiB free"], faults
 
 
 # --- Memory
@@ -108,15 +107,20 @@ def check_memory(found: list[Device], parameters: int, args: GRPOArguments, stag
     total, on_cpu = sum(needs.values()), args.device.type != "cuda"
     if on_cpu:  # its processes share one memory
         found, total = found[:1], total * args.processes
+    more = "a machine with more memory" if on_cpu else "more GPUs"
     faults = [
-        f"{device.name} {'' if on_cpu else f'{rank} '}has {device.free / GIB:.1f} GiB free and "
-        f"{total / GIB:.1f} are needed before any activation: stop what else uses it, or take more of them"
+        f"{device.name if on_cpu else f'GPU {rank} ({device.name})'} has {_gib(device.free)} GiB free and "
+        f"{_gib(total)} are needed before any activation: stop what else uses it, or take {more}"
         for rank, device in enumerate(found)
         if device.free < total
     ]
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in needs.items())
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
     where = "in all" if on_cpu else "on each"
     sharded = f", sharded over {args.processes} (ZeRO-{stage})" if stage and args.processes > 1 else ""
     return [
-        f"{total / GIB:.1f} GiB are certain {where}{sharded}: {parts}; activations and caches come on top"
+        f"{_gib(total)} GiB are certain {where}{sharded}: {parts}; activations and caches come on top"
     ], faults
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}" if size >= 2**30 else f"{size / 2**30:.3f}"

@@ -272,7 +272,7 @@ def test_memory_that_is_certain_to_be_needed():
     assert machine_checks.check_memory([GPU, GPU], parameters, gpu_args(2), 3)[1] == []
     full = machine_checks.Device("Card", free=10 * gib, total=48 * gib)
     _, faults = machine_checks.check_memory([GPU, full], parameters, gpu_args(2), 3)
-    assert len(faults) == 1 and "Card 1 has 10.0 GiB free and 22.6 are needed" in faults[0]
+    assert len(faults) == 1 and "GPU 1 (Card) has 10.0 GiB free and 22.6 are needed" in faults[0]
     host = machine_checks.Device("CPU", free=80 * gib, total=96 * gib)  # two processes share it
     on_cpu = gpu_args(2, device=torch.device("cpu"), bf16=False)
     _, faults = machine_checks.check_memory([host, host], parameters, on_cpu, 0)
