@@ -65,7 +65,11 @@ class RecipeArguments:
     )
     max_reward_failures: int = field(
         default=3,
-        metadata={"help": "A reward function that raises or returns nonsense more often stops the run."},
+        metadata={"help": "A reward function that fails more often, on all ranks together, stops the run."},
+    )
+    reward_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Seconds for a call of a reward function; one that takes longer has failed."},
     )
     prompt_mix: float = field(
         default=0.2,
@@ -293,6 +297,14 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
         (args.top_k < 0, f"--top_k {args.top_k}: set 0 (off) or more"),
         (not 0 <= (args.min_p or 0) <= 1, f"--min_p {args.min_p}: set it between 0 and 1"),
         (not 0 <= recipe.prompt_mix <= 1, f"--prompt_mix {recipe.prompt_mix}: a share, between 0 and 1"),
+        (
+            not 0 < recipe.reward_timeout < float("inf"),
+            f"--reward_timeout {recipe.reward_timeout:g}: set the seconds that a reward function may take",
+        ),
+        (
+            recipe.max_reward_failures < 0,
+            f"--max_reward_failures {recipe.max_reward_failures}: set 0 or more",
+        ),
         (args.beta < 0, f"--beta {args.beta}: set 0 (no KL term) or more"),
         (
             args.max_completion_length > MAX_NEW_TOKENS,

@@ -238,7 +238,8 @@ def check_validation_rows(run: Run) -> Found:
 
 
 def check_rewards(run: Run) -> Found:
-    run.rewards = resolve_rewards(run.recipe.reward_funcs, run.args.reward_weights, run.registry)
+    recipe, weights = run.recipe, run.args.reward_weights
+    run.rewards = resolve_rewards(recipe.reward_funcs, weights, run.registry, recipe.reward_timeout)
     return [], []
 
 

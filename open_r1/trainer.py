@@ -140,8 +140,8 @@ class Qwen2VLGRPOTrainer(Trainer):
         keys = sampling_keys(args.seed, number, numbers, args.num_generations)
         groups = self.engine.generate(prompts, args.num_generations, self.sampling, keys)
 
-        own_per_function = self.reward(prompts, groups, numbers)  # [R, G, F]
-        per_function = self.gather(own_per_function)  # [R * world, G, F]
+        per_function = self.gather(self.reward(prompts, groups, numbers))  # [R * world, G, F]
+        per_function = self.rewards.settle(per_function, args.world_size)
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
         advantages = group_advantages(rewards, args.scale_rewards)
@@ -149,9 +149,9 @@ class Qwen2VLGRPOTrainer(Trainer):
 
         per_completion = self.gather(completion_numbers(prompts, groups))
         logs = rollout_metrics(per_completion, rewards, per_function, names)
-        logs |= {f"reward_failures/{name}": float(n) for name, n in self.rewards.failures.items()}
+        logs |= self.rewards.numbers()
         self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
-        samples = best_and_worst(prompts, groups, own_per_function, rewards[own], advantages[own], names)
+        samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
         self.samples += [{"rollout": number, **sample} for sample in samples]
         return rows
 
