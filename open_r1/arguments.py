@@ -126,6 +126,26 @@ class GRPOArguments(GRPOConfig):
     logging_steps: float = field(default=1, metadata={"help": "Updates between two log lines."})
     eval_steps: float | None = field(default=50, metadata={"help": "Updates between two validations."})
     save_steps: float = field(default=100, metadata={"help": "Updates between two checkpoints."})
+    max_hours: float | None = field(
+        default=None,
+        metadata={
+            "help": "Hours after which the run has ended by itself, validated and saved. None or 0: no limit."
+        },
+    )
+    max_hours_cumulative: bool = field(
+        default=False, metadata={"help": "Count the hours of the sessions that this one goes on from too."}
+    )
+    patience: int | None = field(
+        default=None,
+        metadata={"help": "Validations in a row without a better score that end the run. None: no limit."},
+    )
+    on_nonfinite: str = field(
+        default="stop",
+        metadata={"help": "A loss, gradient or reward that is not finite: stop, or skip that update."},
+    )
+    max_nonfinite: int = field(
+        default=3, metadata={"help": "Updates in a row that --on_nonfinite skip may drop; one more stops."}
+    )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute activations: less memory, slower."}
     )
@@ -243,6 +263,8 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
                 ("num_iterations", args.num_iterations),
                 ("eval_limit", args.eval_limit),
                 ("save_total_limit", args.checkpoints_kept),
+                ("patience", args.patience),
+                ("max_nonfinite", args.max_nonfinite),
             )
         ),
         *(
@@ -288,6 +310,18 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
         (
             args.rollout_engine not in ENGINES,
             f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}",
+        ),
+        (
+            (args.max_hours or 0) < 0,
+            f"--max_hours {args.max_hours}: set the hours that the run may take, or 0 for no limit",
+        ),
+        (
+            args.patience is not None and args.eval_strategy == "no",
+            f"--patience {args.patience} without validation: set --eval_strategy steps, or leave it out",
+        ),
+        (
+            args.on_nonfinite not in ("stop", "skip"),
+            f"--on_nonfinite {args.on_nonfinite}: set stop or skip",
         ),
         (
             args.temperature <= 0,

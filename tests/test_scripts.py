@@ -41,6 +41,7 @@ case "$*" in
         [[ -z ${STUB_PIP_SLEEP:-} ]] || sleep "$STUB_PIP_SLEEP"
         [[ ${STUB_PIP:-0} == 0 ]] || exit "$STUB_PIP"
         touch "$(dirname "$me")/installed" ;;
+    *status.py*) exit "${@: -1}" ;;
     *selfcheck.py*) exit "${STUB_SELFCHECK:-0}" ;;
     *grpo.py*) echo "${CUDA_VISIBLE_DEVICES-all}" >"$STUB_LOG.gpus"; exit "${STUB_TRAIN:-0}" ;;
 esac

@@ -38,7 +38,7 @@ def letters(completion_ids, **kwargs):
 class Scripted(Engine):
     """A rollout engine that says what the test wants."""
 
-    def generate(self, prompts, num_generations, sampling: Sampling, keys=None):
+    def generate(self, prompts, num_generations, sampling: Sampling, keys=None, interrupted=None):
         return [
             [
                 self.completion(
