@@ -56,8 +56,8 @@ def _read(path: Path) -> dict | None:
 def main() -> int:
     out, since, code = sys.argv[1:]
     line, code = ending(Path(out), float(since), int(code))
-    if line:
-        print(line, file=sys.stderr if code else sys.stdout, flush=True)
+    if line and code:
+        print(f"train.sh: exit code {code}: {line}", file=sys.stderr, flush=True)
     return code
 
 
