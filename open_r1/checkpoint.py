@@ -55,7 +55,7 @@ def load_policy(
     for file in weight_files(path):
         if fault := file_fault(path / file):
             raise ValueError(fault)
-    with _outside_zero_init(), _no_progress_bars():
+    with outside_zero_init(), _no_progress_bars():
         try:
             # The class itself: transformers does not rename a subclass's tensors, and then makes them up.
             model, loading = Qwen2VLForConditionalGeneration.from_pretrained(
@@ -126,8 +126,8 @@ def float32_rope(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _outside_zero_init() -> Iterator[None]:
-    """Hide DeepSpeed's configuration from `from_pretrained`.
+def outside_zero_init() -> Iterator[None]:
+    """Hide DeepSpeed's configuration from `from_pretrained` and the constructor.
 
     Inside zero.Init, transformers before 5.23 rounds the RoPE frequencies to bfloat16, and later ones save
     tensor names that others do not know. `deepspeed.initialize` partitions a loaded model just as well.

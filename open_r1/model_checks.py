@@ -12,7 +12,16 @@ import torch
 from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from .arguments import GRPOArguments
-from .checkpoint import EMBEDDING, HEAD, Slot, file_fault, refuse_other_kinds, tensor_slots, weight_files
+from .checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Slot,
+    file_fault,
+    outside_zero_init,
+    refuse_other_kinds,
+    tensor_slots,
+    weight_files,
+)
 from .protocol import EVAL_TEMPLATE, conversation
 from .rollout import end_tokens, unsupported
 
@@ -35,7 +44,7 @@ def check_config(base: Path) -> Qwen2VLConfig:
 
 def parameter_shapes(config: Qwen2VLConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model by its module's name; a tied head is the embedding and is not listed."""
-    with torch.device("meta"):
+    with outside_zero_init(), torch.device("meta"):
         model = Qwen2VLForConditionalGeneration(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
