@@ -213,7 +213,8 @@ def load_model(args: argparse.Namespace, device: str):
     import transformers
 
     from open_r1.checkpoint import load_policy
-    from open_r1.data import PromptEncoder, load_processor
+    from open_r1.data import PromptEncoder
+    from open_r1.processor import load_processor
     from open_r1.rollout import FastEngine, TransformersEngine
 
     transformers.logging.set_verbosity_error()  # it warns of a generation_config that every Qwen2-VL has

@@ -4,7 +4,7 @@
 #   bash train.sh                                  on the data in /app, or the demo where there is none
 #   MODEL=... DATA=... VAL=... bash train.sh       on your own
 #   bash train.sh --max_steps 200 --beta 0.04      flags come last, so they override those below
-#   bash train.sh --dry_run                        every check and the derived numbers, no training
+#   bash train.sh --dry_run                        every check on one screen, no training
 #
 # Environment: MODEL, DATA, VAL, OOD_VAL (what to read), OUT (logs and checkpoints), SUBMISSION (the best model),
 # NUM_GPUS (0: the CPU), PYTHON (the Python to use).
@@ -127,7 +127,9 @@ recipe=(
     --lr_scheduler_type constant_with_warmup        # the best model is kept, so the run needs no planned end
     --warmup_steps 10               # until Adam's second moments mean something
     --max_grad_norm 0.5             # public runs that collapsed did so with a burst of the gradient norm
-    --max_steps "$max_steps"        # 9,600 prompts, a starting value: stop sooner when validation no longer rises
+    --max_steps "$max_steps"        # 9,600 prompts, a starting value
+    --max_hours 7.5                 # of the brief's 8: the rest is for the self-check
+    --patience 6                    # validations that are no better: 300 updates without progress are enough
 
     # Memory.
     --gradient_checkpointing false  # rows are short, as completions share their prompt; true: less memory, slower
@@ -160,9 +162,18 @@ echo "An update: $processes processes ($NUM_GPUS GPUs) x $accumulation accumulat
 script=$ROOT/open_r1/grpo.py
 dry_run=$(given dry_run)
 if [[ -n $dry_run && ${dry_run,,} != false ]]; then
+    # It is one process, and counts on as many as it sees GPUs.
+    if ((NUM_GPUS > 0)); then
+        seen=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 "$((visible - 1))")}
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$NUM_GPUS" <<<"$seen")
+        export CUDA_VISIBLE_DEVICES
+    fi
     exec "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
-elif ((NUM_GPUS == 0)); then
-    "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
+fi
+
+started=$(date +%s)
+if ((NUM_GPUS == 0)); then
+    run_stoppable "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
 else
     launch=(
         --num_processes "$NUM_GPUS"
@@ -173,10 +184,13 @@ else
         --use_deepspeed
         --deepspeed_config_file "$ROOT/zero3.json"
     )
+    # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and later).
+    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
     # `accelerate launch` of this very Python, wherever its scripts lie.
-    "$PYTHON" -m accelerate.commands.launch "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
+    run_stoppable "$PYTHON" -m accelerate.commands.launch "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
         --deepspeed "$ROOT/zero3.json" "$@"
 fi
+"$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0
 
 # --- what the grader would see
 

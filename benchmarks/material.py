@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 
 from benchmarks.random_base import make_base
-from benchmarks.settings import Settings
+from benchmarks.settings import Settings, load
 from tests.tiny import save_public_form
 
 NUM_ROWS = 64
@@ -69,4 +69,5 @@ def make(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    make(Settings.load(sys.argv[1]))
+    for settings in load(sys.argv[1]):
+        make(settings)

@@ -1,6 +1,7 @@
 """What a measurement is: its settings, and the flags that they become on either side."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ class Settings:
     trl_prompts_per_batch: int = 1  # prompts, each with its group, in one of TRL's forward passes
     gradient_checkpointing: bool = False
     steps: int = 5  # measured updates
-    warmup: int = 2  # updates before them, the compiling ones among them
+    warmup: int = 2  # updates before them, the compiling ones among them; TRL, which compiles nothing, has 1
     parts_steps: int = 3  # updates behind them, in which the product's parts are timed
+    images: int = 512  # that the self-check's measurement answers
     flat: int = 0  # product updates with completions of different lengths (instead of all the above)
     folder: str = str(ROOT / "outputs" / "benchmark")  # models and images, kept for the next command
 
@@ -45,10 +47,6 @@ class Settings:
     def rows(self) -> Path:
         shape = "mixed" if self.flat else f"{self.width}x{self.height}"
         return Path(self.folder, f"rows-{shape}")
-
-    @property
-    def updates(self) -> int:
-        return self.flat or self.warmup + self.steps + self.parts_steps
 
     @property
     def cuda(self) -> bool:
@@ -80,11 +78,11 @@ class Settings:
         derived.write_text(json.dumps(config, indent=2))
         return derived
 
-    def shared(self, out: Path) -> dict[str, Any]:
+    def shared(self, out: Path, updates: int) -> dict[str, Any]:
         """Arguments of both trainers, by their common names."""
         more = {
             "output_dir": str(out), "num_generations": self.group, "max_completion_length": self.new_tokens,
-            "max_steps": self.updates, "gradient_checkpointing": self.gradient_checkpointing,
+            "max_steps": updates, "gradient_checkpointing": self.gradient_checkpointing,
             "bf16": self.cuda, "use_cpu": not self.cuda, "dataloader_num_workers": 2 if self.cuda else 0,
             "save_strategy": "no", "report_to": "none",
         }  # fmt: skip
@@ -95,7 +93,8 @@ class Settings:
         return RECIPE | more
 
     def product_flags(self, out: Path) -> list[str]:
-        flags = self.shared(out) | {
+        updates = self.flat or self.warmup + self.steps + self.parts_steps
+        flags = self.shared(out, updates) | {
             "model_name_or_path": str(self.base), "dataset_name": str(self.rows), "eval_strategy": "no",
             "prompts_per_row": self.row_prompts(), "prompt_mix": 0.0,
             "gradient_accumulation_steps": self.prompts // self.row_prompts(),
@@ -112,9 +111,10 @@ class Settings:
             if self.prompts % part:
                 raise ValueError(f"--{name} {part} does not divide --prompts {self.prompts}: set another")
 
-    def save(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)))
 
-    @classmethod
-    def load(cls, file: str | Path) -> "Settings":
-        return cls(**json.loads(Path(file).read_text()))
+def save(points: Sequence[Settings], file: Path) -> None:
+    file.write_text(json.dumps([asdict(settings) for settings in points]))
+
+
+def load(file: str | Path) -> list[Settings]:
+    return [Settings(**one) for one in json.loads(Path(file).read_text())]

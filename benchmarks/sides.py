@@ -1,10 +1,12 @@
 """Measures one side, the product or TRL's GRPOTrainer, in a process of its own.
 
-    python -m benchmarks.sides {product|trl} SETTINGS.json RESULT.json
+    python -m benchmarks.sides {product|trl|flat|selfcheck} SETTINGS.json RESULTS.json
 
+The settings are a list of points, measured one after the other; the results are written behind each.
 benchmarks/step.py starts it, sets its environment and puts the sides together.
 """
 
+import gc
 import json
 import os
 import statistics
@@ -17,7 +19,8 @@ import torch
 
 from benchmarks.clocks import PartsClock, UpdateClock, memory_gib, peak_memory_gib
 from benchmarks.rewards import all_different
-from benchmarks.settings import Settings
+from benchmarks.selfcheck_speed import measure_selfcheck
+from benchmarks.settings import Settings, load
 
 PARTS = ("prefill", "decode", "rewards", "update", "optimizer", "refresh")
 
@@ -33,19 +36,18 @@ def start_deepspeed_on_cpu() -> None:
 
 
 class Measurement:
-    """Warm-up, then the measured updates, then `parts_steps` more in which parts are timed."""
+    """Warm-up, then the measured updates; what comes behind them can have its parts timed."""
 
-    def __init__(self, settings: Settings, time_parts=lambda clock: None):
+    def __init__(self, settings: Settings, warmup: int, time_parts=lambda clock: None):
         self.settings, self.parts, self.peak = settings, PartsClock(), {}
-        begin, end = settings.warmup, settings.warmup + settings.steps
-        self.begin, self.end = begin, end
+        self.begin, self.end = warmup, warmup + settings.steps
 
         def measured() -> None:
             self.peak = peak_memory_gib()
             time_parts(self.parts)
 
         reset = torch.cuda.reset_peak_memory_stats if torch.cuda.is_available() else lambda: None
-        self.clock = UpdateClock({begin: reset, end: measured})
+        self.clock = UpdateClock({self.begin: reset, self.end: measured})
 
     def result(self, log_history: list[dict]) -> dict[str, Any]:
         updates = self.clock.updates
@@ -76,11 +78,11 @@ def capture_product(settings: Settings, out: Path, callback_of) -> Any:
             trainers.append(self)
 
     grpo.Qwen2VLGRPOTrainer = Watched
-    sys.argv = ["grpo.py", *settings.product_flags(out)]
+    argv, sys.argv = sys.argv, ["grpo.py", *settings.product_flags(out)]
     try:
         grpo.main()
     finally:
-        grpo.Qwen2VLGRPOTrainer = original
+        grpo.Qwen2VLGRPOTrainer, sys.argv = original, argv
     return trainers[0]
 
 
@@ -98,23 +100,22 @@ def measure_product(settings: Settings, out: Path) -> dict[str, Any]:
             clock.time(trainer.accelerator, "clip_grad_norm_", "optimizer")
             clock.time(*stepper(trainer), "optimizer")
 
-        measurements.append(Measurement(settings, time_parts))
+        measurements.append(Measurement(settings, settings.warmup, time_parts))
         return measurements[0].clock
 
     trainer = capture_product(settings, out, callback_of)
     measurement = measurements[0]
     result = measurement.result(trainer.state.log_history)
-    seconds = measurement.parts.seconds
-    per_update = {part: seconds[part] / settings.parts_steps for part in PARTS}
-    timed = sum(measurement.clock.updates[measurement.end :]) / settings.parts_steps
-    prompt = trainer.encoder.encode(trainer.train_dataset, 0)
-    logs = [log for log in trainer.state.log_history if "logps_gap" in log]
-    return result | {
-        "parts_s": per_update | {"other": timed - sum(per_update.values())},
-        "parts_update_s": timed,
-        "prompt_tokens": prompt.input_ids.numel(),
-        "logps_gap": statistics.median(log["logps_gap"] for log in logs),
-    }
+    result["prompt_tokens"] = trainer.encoder.encode(trainer.train_dataset, 0).input_ids.numel()
+    gaps = [log["logps_gap"] for log in trainer.state.log_history if "logps_gap" in log]
+    result["logps_gap"] = statistics.median(gaps)  # between the rollout's log-probs and the update's
+    if settings.parts_steps:
+        seconds = measurement.parts.seconds
+        per_update = {part: seconds[part] / settings.parts_steps for part in PARTS}
+        timed = sum(measurement.clock.updates[measurement.end :]) / settings.parts_steps
+        result["parts_s"] = per_update | {"other": timed - sum(per_update.values())}
+        result["parts_update_s"] = timed
+    return result
 
 
 def stepper(trainer) -> tuple[Any, str]:
@@ -126,7 +127,7 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
     from datasets import Dataset, concatenate_datasets, load_from_disk
     from trl import GRPOConfig, GRPOTrainer
 
-    from open_r1.data import load_processor
+    from open_r1.processor import load_processor
     from open_r1.protocol import EVAL_TEMPLATE
 
     rows = load_from_disk(settings.rows)
@@ -136,7 +137,7 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
     processor = load_processor(settings.base)
     names = ("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>")
     args = GRPOConfig(
-        **settings.shared(out),
+        **settings.shared(out, updates=1 + settings.steps),
         per_device_train_batch_size=settings.group * settings.trl_prompts_per_batch,
         gradient_accumulation_steps=settings.prompts // settings.trl_prompts_per_batch,
         # device_map: its default would put accelerate's dispatch between the layers.
@@ -147,7 +148,7 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
             "suppress_tokens": processor.tokenizer.convert_tokens_to_ids(names),
         },
     )
-    measurement = Measurement(settings)
+    measurement = Measurement(settings, warmup=1)
     trainer = GRPOTrainer(
         str(settings.base), all_different, args, data, processing_class=processor,
         callbacks=[measurement.clock],
@@ -155,7 +156,7 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
     trainer.train()
     result = measurement.result(trainer.state.log_history)
     seen = [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log][-1]
-    completions = settings.updates * settings.prompts * settings.group
+    completions = (1 + settings.steps) * settings.prompts * settings.group
     return result | {"prompt_tokens": round(seen / completions) - settings.new_tokens}
 
 
@@ -178,19 +179,26 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-MEASURE = {"product": measure_product, "trl": measure_trl, "flat": measure_flat}
+MEASURE = {
+    "product": measure_product, "trl": measure_trl, "flat": measure_flat, "selfcheck": measure_selfcheck,
+}  # fmt: skip
 
 
 def main() -> None:
-    side, settings, result = sys.argv[1], Settings.load(sys.argv[2]), Path(sys.argv[3])
-    if settings.mode != "none" and not settings.cuda:
+    side, points, file, results = sys.argv[1], load(sys.argv[2]), Path(sys.argv[3]), []
+    if points[0].mode != "none" and not points[0].cuda:
         start_deepspeed_on_cpu()
-    with tempfile.TemporaryDirectory() as out:
-        try:
-            found = MEASURE[side](settings, Path(out))
-        except torch.OutOfMemoryError:
-            found = {"error": "out of memory"}
-    result.write_text(json.dumps(found))
+    for settings in points:
+        print(f"--- {side}: {settings}", flush=True)
+        with tempfile.TemporaryDirectory() as out:
+            try:
+                results.append(MEASURE[side](settings, Path(out)))
+            except torch.OutOfMemoryError:
+                results.append({"error": "out of memory"})
+        file.write_text(json.dumps(results))
+        gc.collect()
+        if settings.cuda:
+            torch.cuda.empty_cache()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

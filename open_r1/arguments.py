@@ -4,6 +4,7 @@ Names and meanings are those of TRL's GRPOConfig and ModelConfig and of R1-V; a 
 trainer does not honour is refused instead of ignored.
 """
 
+import warnings
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
@@ -64,7 +65,11 @@ class RecipeArguments:
     )
     max_reward_failures: int = field(
         default=3,
-        metadata={"help": "A reward function that raises or returns nonsense more often stops the run."},
+        metadata={"help": "A reward function that fails more often, on all ranks together, stops the run."},
+    )
+    reward_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Seconds for a call of a reward function; one that takes longer has failed."},
     )
     prompt_mix: float = field(
         default=0.2,
@@ -121,6 +126,26 @@ class GRPOArguments(GRPOConfig):
     logging_steps: float = field(default=1, metadata={"help": "Updates between two log lines."})
     eval_steps: float | None = field(default=50, metadata={"help": "Updates between two validations."})
     save_steps: float = field(default=100, metadata={"help": "Updates between two checkpoints."})
+    max_hours: float | None = field(
+        default=None,
+        metadata={
+            "help": "Hours after which the run has ended by itself, validated and saved. None or 0: no limit."
+        },
+    )
+    max_hours_cumulative: bool = field(
+        default=False, metadata={"help": "Count the hours of the sessions that this one goes on from too."}
+    )
+    patience: int | None = field(
+        default=None,
+        metadata={"help": "Validations in a row without a better score that end the run. None: no limit."},
+    )
+    on_nonfinite: str = field(
+        default="stop",
+        metadata={"help": "A loss, gradient or reward that is not finite: stop, or skip that update."},
+    )
+    max_nonfinite: int = field(
+        default=3, metadata={"help": "Updates in a row that --on_nonfinite skip may drop; one more stops."}
+    )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute activations: less memory, slower."}
     )
@@ -135,26 +160,34 @@ class GRPOArguments(GRPOConfig):
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
         # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours
         # counts prompts.
-        super(GRPOConfig, self).__post_init__()
+        with warnings.catch_warnings():  # of a new name that only the newest transformers knows
+            warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated")
+            super(GRPOConfig, self).__post_init__()
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
         self.scale_rewards = {"True": "group", "False": "none"}.get(
             str(self.scale_rewards), self.scale_rewards
         )
         self.checkpoints_kept = self.save_total_limit or 2
+        self.planned_processes: int | None = None  # set by preflight.py in a dry run
         self.save_total_limit = None  # the Trainer's own pruning knows no complete-marker
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
         self.logging_nan_inf_filter = False  # a NaN must be seen, not replaced by the mean
 
     @property
+    def processes(self) -> int:
+        """Of the run. A dry run is one process, and counts one for each GPU, as train.sh would start."""
+        return self.planned_processes or self.world_size
+
+    @property
     def prompts_per_rollout(self) -> int:
         """Prompts of one rollout, all ranks together."""
-        return self.steps_per_generation * self.prompts_per_row * self.world_size
+        return self.steps_per_generation * self.prompts_per_row * self.processes
 
     @property
     def prompts_per_update(self) -> int:
-        return self.gradient_accumulation_steps * self.prompts_per_row * self.world_size
+        return self.gradient_accumulation_steps * self.prompts_per_row * self.processes
 
     @property
     def updates_per_rollout(self) -> int:
@@ -230,6 +263,8 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
                 ("num_iterations", args.num_iterations),
                 ("eval_limit", args.eval_limit),
                 ("save_total_limit", args.checkpoints_kept),
+                ("patience", args.patience),
+                ("max_nonfinite", args.max_nonfinite),
             )
         ),
         *(
@@ -277,6 +312,18 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
             f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}",
         ),
         (
+            (args.max_hours or 0) < 0,
+            f"--max_hours {args.max_hours}: set the hours that the run may take, or 0 for no limit",
+        ),
+        (
+            args.patience is not None and args.eval_strategy == "no",
+            f"--patience {args.patience} without validation: set --eval_strategy steps, or leave it out",
+        ),
+        (
+            args.on_nonfinite not in ("stop", "skip"),
+            f"--on_nonfinite {args.on_nonfinite}: set stop or skip",
+        ),
+        (
             args.temperature <= 0,
             f"--temperature {args.temperature}: completions of a group must differ; set it above 0",
         ),
@@ -284,6 +331,14 @@ def _rules(recipe: RecipeArguments, args: GRPOArguments) -> list[tuple[bool, str
         (args.top_k < 0, f"--top_k {args.top_k}: set 0 (off) or more"),
         (not 0 <= (args.min_p or 0) <= 1, f"--min_p {args.min_p}: set it between 0 and 1"),
         (not 0 <= recipe.prompt_mix <= 1, f"--prompt_mix {recipe.prompt_mix}: a share, between 0 and 1"),
+        (
+            not 0 < recipe.reward_timeout < float("inf"),
+            f"--reward_timeout {recipe.reward_timeout:g}: set the seconds that a reward function may take",
+        ),
+        (
+            recipe.max_reward_failures < 0,
+            f"--max_reward_failures {recipe.max_reward_failures}: set 0 or more",
+        ),
         (args.beta < 0, f"--beta {args.beta}: set 0 (no KL term) or more"),
         (
             args.max_completion_length > MAX_NEW_TOKENS,

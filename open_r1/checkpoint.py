@@ -20,6 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors names them
 COMPLETE = "COMPLETE"
+MAX_HEADER = 100_000_000  # bytes, as in safetensors: what is no such file has any number there
 
 
 # Models
@@ -46,20 +47,19 @@ def load_policy(
     """Load a whole, unpartitioned Qwen2-VL; `dtype` "auto" is the file's own.
 
     Raises ValueError, in one sentence, for another kind of model, for a tensor that is missing, left over or
-    of another shape (transformers makes up what is missing, and only warns), and for unreadable files.
+    of another shape (transformers makes up what is missing, and only warns), for values that are not finite,
+    and for unreadable files. Only safetensors are read, and no code of the folder is run.
     """
     path = local_model(path)
-    try:
-        model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} has no readable config.json: {_first_line(error)}") from error
-    if model_type != MODEL_TYPE:
-        raise ValueError(f"{path} is a {model_type!r} model; set MODEL to a {MODEL_TYPE!r} one.")
-    with _outside_zero_init(), _no_progress_bars():
+    refuse_other_kinds(path)
+    for file in weight_files(path):
+        if fault := file_fault(path / file):
+            raise ValueError(fault)
+    with outside_zero_init(), _no_progress_bars():
         try:
             # The class itself: transformers does not rename a subclass's tensors, and then makes them up.
             model, loading = Qwen2VLForConditionalGeneration.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True,
+                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, use_safetensors=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )  # fmt: skip
         except Exception as error:  # safetensors, json and transformers each raise their own
@@ -68,22 +68,48 @@ def load_policy(
     if faults:
         found = "; ".join(f"{len(keys)} {kind}, first {keys[0]}" for kind, keys in faults.items())
         raise ValueError(f"{path} does not fit its config.json ({found}); set MODEL to a whole model.")
+    embedding = model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings and model.lm_head.weight is not embedding:
+        raise ValueError(
+            f"{path} holds an {HEAD} unlike the embedding that config.json ties it to; set "
+            "tie_word_embeddings to false there if the head was trained."
+        )
     float32_rope(model)
-    return model if device is None else model.to(device)
+    model = model if device is None else model.to(device)
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"{path} holds values that are not finite, first in {name}; take another.")
+    return model
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Raise ValueError for what is no full Qwen2-VL, by the configurations in its folder."""
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{path} is a LoRA adapter; merge it into its base (peft: merge_and_unload), and set MODEL to "
+            "the result."
+        )
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError("it is not a JSON object")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} has no readable config.json: {_first_line(error)}") from error
+    if (model_type := config.get("model_type")) != MODEL_TYPE:
+        raise ValueError(f"{path} is a {model_type!r} model; set MODEL to a {MODEL_TYPE!r} one.")
+    if config.get("quantization_config"):
+        raise ValueError(f"{path} is quantized; set MODEL to the full weights, which training changes.")
 
 
 def is_valid_model(folder: str | Path) -> str | None:
     """None when `folder` holds a finite Qwen2-VL that loads whole, with its processor; else the reason."""
     try:
-        model = load_policy(folder, "auto")
-        AutoProcessor.from_pretrained(folder)
+        load_policy(folder, "auto")
+        AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
         return str(error)
     except Exception as error:  # the processor's files can be wrong in as many ways as there are files
         return f"{folder} has no processor that loads: {_first_line(error)}"
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f"{folder} holds values that are not finite, first in {name}."
     return None
 
 
@@ -100,8 +126,8 @@ def float32_rope(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _outside_zero_init() -> Iterator[None]:
-    """Hide DeepSpeed's configuration from `from_pretrained`.
+def outside_zero_init() -> Iterator[None]:
+    """Hide DeepSpeed's configuration from `from_pretrained` and the constructor.
 
     Inside zero.Init, transformers before 5.23 rounds the RoPE frequencies to bfloat16, and later ones save
     tensor names that others do not know. `deepspeed.initialize` partitions a loaded model just as well.
@@ -149,7 +175,15 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if (folder / INDEX).is_file():
-        return sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        try:
+            files = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = _first_line(error)
+            raise ValueError(f"{folder / INDEX} is no index ({reason}); copy it again.") from error
+        for file in files:
+            if Path(file).name != file:  # the submission is written under these names
+                raise ValueError(f"{folder / INDEX} names {file!r}, outside its folder; take the original.")
+        return files
     raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; set MODEL to a model in such files.")
 
 
@@ -157,10 +191,23 @@ def read_header(path: Path) -> tuple[bytes, dict[str, dict]]:
     """The header of a safetensors file: its bytes (length, then JSON) and the entries of its tensors."""
     with open(path, "rb") as file:
         length = file.read(8)
-        text = file.read(struct.unpack("<Q", length)[0])
+        text = file.read(min(struct.unpack("<Q", length)[0], MAX_HEADER))
     entries = json.loads(text)
     entries.pop("__metadata__", None)
     return length + text, entries
+
+
+def file_fault(path: Path) -> str | None:
+    """Why a safetensors file cannot be read to its end; None when it can. Only its header is read."""
+    try:
+        header, entries = read_header(path)
+        need = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except Exception as error:  # missing, empty, or no safetensors file at all
+        return f"{path} has no readable header ({type(error).__name__}); copy the model again."
+    size = path.stat().st_size
+    if size != need:
+        return f"{path} has {size:,} bytes and its header says {need:,}; copy the model again."
+    return None
 
 
 def parameter_name(name: str) -> str:

@@ -14,30 +14,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import PIL.Image
-import pyarrow as pa
-from datasets import Dataset, DatasetDict, Image, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.features.features import require_decoding
+from pyarrow import parquet
 from torch import Tensor
-from transformers import AutoProcessor, Qwen2VLConfig, Qwen2VLModel, Qwen2VLProcessor
+from transformers import Qwen2VLConfig, Qwen2VLModel, Qwen2VLProcessor
 
+from open_r1.images import DataError, check_size, decode, encoded_images, first_line, open_images
+from open_r1.processor import refuse_long_prompt, refuse_misfit, refuse_special_tokens, smallest_side
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE, conversation, extract_answer
 
 # Where a row has both columns, the first counts.
 IMAGE_COLUMNS = ("image", "images")
 QUESTION_COLUMNS = ("problem", "question")
 SOLUTION_COLUMNS = ("solution", "answer")
-
-
-class DataError(ValueError):
-    """The data cannot be used as it is; the message says which row or path, and what to do."""
-
-
-def is_main_process() -> bool:
-    """Whether this process is the one that prints and shows progress."""
-    return os.environ.get("RANK", "0") == "0"
+MAX_COUNT = 10**6  # what is larger is an id or a mistake, not a count
 
 
 # --- Rows
@@ -45,17 +39,27 @@ def is_main_process() -> bool:
 
 def gold_answer(solution: Any) -> int:
     """The count in a solution: `<answer> 3 </answer>`, "3" or 3. Raises DataError for anything else."""
-    count = None
+    try:
+        count = _count(solution)
+    except ValueError:  # more digits than int() reads
+        count = None
+    if count is None or not 0 <= count <= MAX_COUNT:
+        raise DataError(f"solution {_shown(solution)} is not a count, as '<answer> 3 </answer>', '3' or 3 is")
+    return count
+
+
+def _count(solution: Any) -> int | None:
     if isinstance(solution, str):
         digits = re.fullmatch(r"\s*(\d+)\s*", solution)
-        count = int(digits[1]) if digits else extract_answer(solution)
-    elif isinstance(solution, int) and not isinstance(solution, bool):
-        count = solution
-    elif isinstance(solution, float) and solution.is_integer():
-        count = int(solution)
-    if count is None or count < 0:
-        raise DataError(f"solution {solution!r} is not a count, as '<answer> 3 </answer>', '3' or 3 is")
-    return count
+        return int(digits[1]) if digits else extract_answer(solution)
+    if isinstance(solution, float) and solution.is_integer():
+        return int(solution)
+    return solution if isinstance(solution, int) and not isinstance(solution, bool) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 class CountingData:
@@ -94,67 +98,18 @@ class CountingData:
         columns = dict(self._texts[row])
         question, solution = columns[self.question_column], columns[self.solution_column]
         if not isinstance(question, str) or not question.strip():
-            raise DataError(f"{self.question_column} {question!r} is not a question")
+            raise DataError(f"{self.question_column} {_shown(question)} is not a question")
+        if any("\ud800" <= c <= "\udfff" for c in question):  # half of a pair, which JSON lets pass
+            raise DataError(f"{self.question_column} {_shown(question)} is not valid Unicode")
         return columns | {"question": question, "solution": solution, "answer": gold_answer(solution)}
 
     def open_images(self, row: int) -> Iterator[BinaryIO]:
         """The row's encoded images, each as an open file of which nothing is read yet."""
-        values = [] if self._images is None else _encoded_images(self._images[row])
-        for number, value in enumerate(values, start=1):
-            if value is None:
-                raise DataError(f"image {number} has neither bytes nor a path")
-            if isinstance(value, pa.Buffer):
-                yield _BufferFile(value)
-                continue
-            path = self.folder / value
-            if not path.is_file():
-                raise DataError(f"image {number}: there is no file {path}")
-            with open(path, "rb") as file:
-                yield file
+        return open_images([] if self._images is None else encoded_images(self._images[row]), self.folder)
 
     def images(self, row: int) -> list[PIL.Image.Image]:
         """The row's images, decoded, in RGB. Raises DataError (which does not name the row)."""
         return [decode(file) for file in self.open_images(row)]
-
-
-class _BufferFile(pa.BufferReader):
-    """As other files do, it allows seeking past the end, which Pillow tries on short files."""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = (0, self.tell(), self.size())[whence]
-        return super().seek(min(start + offset, self.size()))
-
-
-def decode(file: BinaryIO) -> PIL.Image.Image:
-    """One image as the datasets library, and so the grader, decodes it (turned as its EXIF says), in RGB."""
-    try:
-        return Image().decode_example({"path": None, "bytes": file.read()}).convert("RGB")
-    except Exception as error:  # what Pillow raises for a broken file depends on the format
-        raise DataError(f"an image cannot be decoded: {describe(error)}") from error
-
-
-def describe(error: Exception) -> str:
-    if isinstance(error, PIL.UnidentifiedImageError):  # its own text is the address of a buffer
-        return "its format is unknown"
-    return str(error) or type(error).__name__
-
-
-def _encoded_images(value: pa.Table | list[str | None]) -> list[pa.Buffer | str | None]:
-    """Bytes or path of each image. Bytes are not copied: reading a header touches the first pages only."""
-    if isinstance(value, list):
-        return value
-    scalar = value.column(0)[0]
-    if not scalar.is_valid:
-        return []
-    return [_encoded(item) for item in (scalar.values if isinstance(scalar, pa.ListScalar) else [scalar])]
-
-
-def _encoded(scalar: pa.Scalar) -> pa.Buffer | str | None:
-    if isinstance(scalar, pa.StructScalar) and scalar.is_valid:  # how datasets stores an Image: {bytes, path}
-        scalar = scalar["bytes"] if scalar["bytes"].is_valid else scalar["path"]
-    if scalar.is_valid and not isinstance(scalar, pa.StringScalar | pa.LargeStringScalar):
-        return scalar.as_buffer()
-    return scalar.as_py()
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str], source: str) -> str:
@@ -171,9 +126,20 @@ def load_rows(source: str | Path, split: str = "train", config: str | None = Non
     """Open a save_to_disk folder, parquet or JSONL (a folder or a file), or else a data set of the hub.
 
     `split` picks among several splits; a source with only one gives that one. Image paths in a JSONL file
-    are relative to it. Raises DataError when there is no such data, form, split or column.
+    are relative to it. No code of a data set is ever run. Raises DataError when there is no such data, form,
+    split or column, for damaged files and when there are no rows.
     """
-    source = str(source)
+    try:
+        data = _open(str(source), split, config)
+    except DataError:
+        raise
+    except Exception as error:  # Arrow and datasets raise their own for files that are damaged or missing
+        reason = first_line(error)
+        raise DataError(f"{source} cannot be read ({reason}): copy it again, or set another") from error
+    return data if len(data) else _refuse_no_rows(source)
+
+
+def _open(source: str, split: str, config: str | None) -> CountingData:
     path = Path(source).expanduser()
     if not path.exists():
         return _from_arrow(source, _from_hub(source, config), split, folder=Path())
@@ -181,11 +147,16 @@ def load_rows(source: str | Path, split: str = "train", config: str | None = Non
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _from_arrow(source, load_from_disk(path), split, folder=path)
     if files := _files_of(path, ".parquet", split):
+        files = [file for file in files if parquet.read_metadata(file).num_rows] or _refuse_no_rows(source)
         data = load_dataset("parquet", data_files=[str(file) for file in files])
         return _from_arrow(source, data, split, folder=files[0].parent)
     if files := _files_of(path, ".jsonl", split):
         return _from_jsonl(source, files)
     raise DataError(f"{source} is neither a save_to_disk folder nor parquet nor JSONL")
+
+
+def _refuse_no_rows(source: str) -> NoReturn:
+    raise DataError(f"{source} has no rows: set a data set that has some")
 
 
 SHARD = re.compile(r"[-_.]?\d+(-of-\d+)?(-[0-9a-f]{16})?$")  # the end of a name such as train-00000-of-00002
@@ -242,17 +213,21 @@ def _from_arrow(source: str, data: Dataset | DatasetDict, split: str, folder: Pa
 def _from_jsonl(source: str, files: list[Path]) -> CountingData:
     rows, images = [], []
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
             if not line.strip():
                 continue
             try:
-                row = dict(json.loads(line))
-            except (ValueError, TypeError) as error:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
                 raise DataError(f"{file}, line {number} is not a JSON object: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{file}, line {number} is not a JSON object: it is {_shown(row)}")
             value = next((row.pop(name) for name in IMAGE_COLUMNS if name in row), None)
             values = value if isinstance(value, list) else [] if value is None else [value]
-            images.append([str(file.parent / path) if isinstance(path, str) else None for path in values])
+            images.append([_path_of(value, file.parent) for value in values])
             rows.append(row)
+    if not rows:
+        _refuse_no_rows(source)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return CountingData(
         source,
@@ -263,6 +238,12 @@ def _from_jsonl(source: str, files: list[Path]) -> CountingData:
         files=[str(file) for file in files],
         fingerprint=None,
     )
+
+
+def _path_of(value: Any, folder: Path) -> str | None:
+    """The path in an image of a JSONL row, which is one or {"path": …}."""
+    path = value.get("path") if isinstance(value, dict) else value
+    return str(folder / path) if isinstance(path, str) else None
 
 
 # --- Prompts
@@ -280,38 +261,6 @@ class Prompt:
     image_grid_thw: Tensor | None  # [images, 3] int64, in patches
     columns: dict[str, Any]  # CountingData.columns: what rewards get
     images: list[PIL.Image.Image] | None  # only with keep_images
-
-
-def load_processor(
-    path: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
-) -> Qwen2VLProcessor:
-    """The checkpoint's processor, padding on the left. The main process says if the limits are not its own.
-
-    Raises DataError when the limits leave no size.
-    """
-    processor = AutoProcessor.from_pretrained(path)
-    processor.tokenizer.padding_side = "left"
-    own = processor.image_processor.size["shortest_edge"], processor.image_processor.size["longest_edge"]
-    low, high = own[0] if min_pixels is None else min_pixels, own[1] if max_pixels is None else max_pixels
-    if not 0 < low <= high:
-        raise DataError(f"min_pixels {low} and max_pixels {high} leave no size for an image")
-    if (low, high) != own:
-        # Built anew: a size that is set later, or beside the limits in the file, is ignored by some versions.
-        kind = type(processor.image_processor)
-        processor.image_processor = kind.from_pretrained(path, min_pixels=low, max_pixels=high)
-        if is_main_process():
-            print(
-                f"Images are trained on at {low} to {high} pixels, but the grader uses the base's processor "
-                f"({own[0]} to {own[1]} pixels): training and grading then see different images."
-            )
-    return processor
-
-
-def refuse_special_tokens(question: str, processor: Qwen2VLProcessor) -> None:
-    """Raise DataError when the question spells one: <|image_pad|> would stand for one more image."""
-    for token in {processor.image_token, processor.video_token, *processor.tokenizer.all_special_tokens}:
-        if token in question:
-            raise DataError(f"the question holds {token!r}, which is read as a special token")
 
 
 class _Positions:
@@ -339,6 +288,7 @@ class PromptEncoder:
         keep_images: bool,
         seed: int,
     ):
+        refuse_misfit(processor, config)
         self.processor, self._positions = processor, _Positions(config)
         self.prompt_mix, self.keep_images, self.seed = prompt_mix, keep_images, seed
 
@@ -355,6 +305,9 @@ class PromptEncoder:
         try:
             columns, images = data.columns(row), data.images(row)
             refuse_special_tokens(columns["question"], self.processor)
+            for image in images:
+                check_size(image.size, smallest_side(self.processor))
+            refuse_long_prompt(columns["question"], [image.size for image in images], self.processor)
         except DataError as error:
             raise DataError(f"row {row} of {data.source}: {error}") from error
         messages = conversation(columns["question"], len(images), template or self.template(row, step))

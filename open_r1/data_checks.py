@@ -14,17 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import PIL.Image
 import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import Qwen2VLProcessor
 
-from open_r1.data import CountingData, DataError, decode, describe, is_main_process, refuse_special_tokens
+from open_r1.data import CountingData
 from open_r1.data_loader import leave_process_group
+from open_r1.images import DataError, check_header, decode
+from open_r1.processor import (
+    is_main_process,
+    refuse_long_prompt,
+    refuse_special_tokens,
+    smallest_side,
+)
 
 CHUNK = 128  # rows a worker process answers for at a time
-MAX_ASPECT_RATIO = 200  # of the image processor
 END = 4096  # bytes of a file's start and end in its fingerprint
 
 
@@ -48,7 +53,7 @@ def check_rows(
     """Those of `rows` (default: all) that cannot be trained on. With `full`, all images are decoded."""
     rows = range(len(data)) if rows is None else rows
     name = f"{'decoding' if full else 'checking'} {data.source}"
-    reasons = _map_rows(_row_check(data, processor, full), rows, num_workers, name)
+    reasons = map_rows(_row_check(data, processor, full), rows, num_workers, name)
     return [BadRow(row, reason) for row, reason in reasons if reason]
 
 
@@ -70,7 +75,7 @@ class BackgroundDecode:
         self._error: Exception | None = None
         self._stop = threading.Event()
         rows = range(len(data)) if rows is None else rows
-        reasons = _map_rows(_row_check(data, processor, True), rows, num_workers, None)
+        reasons = map_rows(_row_check(data, processor, True), rows, num_workers, None)
         self._thread = threading.Thread(target=self._collect, args=(reasons,), daemon=True)
         self._thread.start()
 
@@ -131,8 +136,7 @@ def good_rows(
 
 
 def _row_check(data: CountingData, processor: Qwen2VLProcessor, full: bool) -> Callable[[int], str | None]:
-    vision = processor.image_processor
-    return functools.partial(_fault, data, processor, vision.patch_size * vision.merge_size, full)
+    return functools.partial(_fault, data, processor, smallest_side(processor), full)
 
 
 def _fault(
@@ -144,25 +148,16 @@ def _fault(
         refuse_special_tokens(question, processor)
         if "<image>" in question:
             return "the question holds '<image>', but images always stand before the question: remove it"
+        sizes = []
         for file in data.open_images(row):
-            _check_header(file, min_side)
+            sizes.append(check_header(file, min_side))
             if full:
                 file.seek(0)
                 decode(file)
+        refuse_long_prompt(question, sizes, processor)
     except DataError as error:
         return str(error)
     return None
-
-
-def _check_header(file: BinaryIO, min_side: int) -> None:
-    try:
-        width, height = PIL.Image.open(file).size  # nothing but the header is read
-    except Exception as error:  # what Pillow raises for a broken file depends on the format
-        raise DataError(f"an image cannot be opened: {describe(error)}") from error
-    if min(width, height) < min_side:
-        raise DataError(f"an image of {width} x {height} pixels has a side under {min_side}")
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        raise DataError(f"an image of {width} x {height} pixels is more than {MAX_ASPECT_RATIO} to 1")
 
 
 # --- Overlap with validation
@@ -191,10 +186,10 @@ def drop_overlap(
     rows = range(len(train)) if rows is None else rows
     seen: set[bytes] = set()
     for one in validation:
-        prints = _map_rows(functools.partial(_fingerprints, one), range(len(one)), num_workers, None)
+        prints = map_rows(functools.partial(_fingerprints, one), range(len(one)), num_workers, None)
         seen.update(digest for _, digests in prints for digest in digests)
     name = "comparing with validation"
-    prints = _map_rows(functools.partial(_fingerprints, train), rows, num_workers, name)
+    prints = map_rows(functools.partial(_fingerprints, train), rows, num_workers, name)
     kept = [row for row, digests in prints if seen.isdisjoint(digests)]
     if not kept:
         raise DataError(f"every row of {train.source} shares an image with validation")
@@ -228,7 +223,7 @@ class _Chunks(Dataset):
         return [(row, self.function(row)) for row in rows]
 
 
-def _map_rows(
+def map_rows(
     function: Callable[[int], Any], rows: Sequence[int], num_workers: int, name: str | None
 ) -> Iterator[tuple[int, Any]]:
     """(row, function(row)) for each row, in order. The processes start at once; `name` is that of a bar."""
@@ -236,12 +231,13 @@ def _map_rows(
     loader = DataLoader(
         chunks,
         batch_size=None,
-        num_workers=min(num_workers, len(chunks)),
+        num_workers=min(num_workers, len(chunks), len(os.sched_getaffinity(0))),
         worker_init_fn=_stand_back,
         generator=torch.Generator(),  # a loader draws a seed, and that must not move training's numbers
     )
     hidden = name is None or not is_main_process()
-    return _one_by_one(iter(loader), tqdm(total=len(rows), desc=name, unit="row", delay=1, disable=hidden))
+    bar = tqdm(total=len(rows), desc=name, unit="row", delay=1, leave=False, disable=hidden)
+    return _one_by_one(iter(loader), bar)
 
 
 def _one_by_one(chunks: Iterator[list[tuple[int, Any]]], bar: tqdm) -> Iterator[tuple[int, Any]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from open_r1.arguments import GRPOArguments
 from open_r1.data import CountingData, DataError, Prompt, PromptEncoder
 
 
@@ -22,6 +23,34 @@ def row_order(num_rows: int, prompts_per_rollout: int, seed: int, rollout: int) 
     epochs = range(places[0] // num_rows, places[-1] // num_rows + 1)
     order = {epoch: np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs}
     return [int(order[place // num_rows][place % num_rows]) for place in places]
+
+
+def prompt_places(args: GRPOArguments) -> list[int]:
+    """The places in the rollout of all ranks' prompts, rank after rank: each update's prompts are cut into
+    equal shares, so that an update has the same prompts on any number of ranks."""
+    world, update = args.world_size, args.prompts_per_update
+    places = torch.arange(args.prompts_per_rollout).view(-1, world, update // world)
+    return places.transpose(0, 1).flatten().tolist()  # [ranks, updates, share]
+
+
+def rollout_prompts(
+    args: GRPOArguments, data: CountingData, encoder: PromptEncoder, rows: Sequence[int], first: int
+) -> Iterator[list[Prompt]]:
+    """This rank's prompts of rollout `first`, `first + 1`, ... of training on `rows`: decoded ahead of time,
+    each once."""
+
+    def rows_of(number: int) -> list[int]:
+        count = args.prompts_per_rollout
+        if args.shuffle_dataset:
+            drawn = row_order(len(rows), count, args.seed, number)
+        else:
+            drawn = [i % len(rows) for i in range(number * count, (number + 1) * count)]
+        return [rows[drawn[i]] for i in prompt_places(args)]
+
+    return prompt_loader(
+        data, encoder, rows_of, start=first, stop=-(-args.max_steps // args.updates_per_rollout),
+        rank=args.process_index, world_size=args.world_size, num_workers=args.dataloader_num_workers,
+    )  # fmt: skip
 
 
 def prompt_loader(

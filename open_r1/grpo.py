@@ -24,14 +24,17 @@ from trl import ModelConfig, TrlParser
 
 from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
-from open_r1.checkpoint import load_policy
-from open_r1.data import PromptEncoder, load_processor
+from open_r1.checkpoint import complete_marker, load_policy
+from open_r1.control import RunControl, StopRun
+from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.keep_best import KeepBest
 from open_r1.preflight import preflight
+from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
+from open_r1.status import FAILED, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
 
 # --- rewards ----------------------------------------------------------------------------------------------
@@ -74,17 +77,31 @@ reward_funcs_registry = {
 
 
 def main() -> None:
+    control = RunControl()
+    control.handle_signals()
     recipe, args, model_args = TrlParser(
         (RecipeArguments, GRPOArguments, ModelConfig)
     ).parse_args_and_config()
     try:
-        run(recipe, args, model_args)
+        run(recipe, args, model_args, control)
+    except StopRun as stop:
+        if stop.code:
+            leave_together()
+            sys.exit(stop.code)
     except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
+        control.report_failure(refusal, REWARD if isinstance(refusal, RewardError) else FAILED)
         sys.exit(f"grpo.py: {refusal}")
+    except Exception as error:
+        control.report_failure(error, FAILED)
+        raise
 
 
-def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
-    """Checks, loads, trains, validates; returns the trainer (None after a dry run)."""
+def run(
+    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, control: RunControl | None = None
+):
+    """Checks, loads, trains, validates; returns the trainer (None after a dry run). Raises StopRun, with all
+    saved, where the run ends before its last update."""
+    control = control or RunControl()
     set_seed(args.seed)
     ready = preflight(recipe, args, model_args, reward_funcs_registry)
     if recipe.dry_run:
@@ -131,23 +148,44 @@ def run(recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig):
         keep_best=KeepBest(base, Path(recipe.submission_dir)) if recipe.submission_dir else None,
         ref_model=reference,
         callbacks=callbacks,
+        run_control=control,
     )
     json_log.trainer = step_line.trainer = trainer
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
 
-    if trainer.keep_best:
-        trainer.keep_best.start(engine.model, trainer.validate)
-    if done and done[1]["step"] >= args.max_steps:
-        say(f"{done[0]} has all {args.max_steps} updates: nothing is left to train")
-        return trainer
-    trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
-    if trainer.keep_best:
-        say(
-            f"{recipe.submission_dir} holds the best validated model: score "
-            f"{trainer.keep_best.best_score:.2f}"
-        )
+    control.begin(args, policy.num_parameters())
+    try:
+        train(trainer, done)
+    except StopRun as stop:
+        say(control.end(stop.cause, f"{stop} {what_stands(trainer)}", stop.code))
+        raise
+    say(control.end("finished", f"Finished. {what_stands(trainer)}", 0))
     return trainer
+
+
+def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
+    """Measures what is to be beaten, then makes the updates that `done`, a checkpoint, lacks."""
+    if trainer.keep_best:
+        trainer.keep_best.start(trainer.engine.model, trainer.validate)
+    if done and done[1]["step"] >= trainer.args.max_steps and not trainer.validation_is_due(done[1]):
+        if trainer.args.process_index == 0:
+            print(f"{done[0]} has all {trainer.args.max_steps} updates: nothing is left to train")
+        return
+    trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
+
+
+def what_stands(trainer: Qwen2VLGRPOTrainer) -> str:
+    """What is on disk at the end of a run, and how it goes on."""
+    step, best = trainer.state.global_step, trainer.keep_best
+    sentences = [f"{step:,} of {trainer.args.max_steps:,} updates are done."]
+    if step < trainer.args.max_steps:
+        saved = complete_marker(Path(trainer.args.output_dir) / f"checkpoint-{step}")
+        again = f"from checkpoint-{step}" if saved else "from the newest complete checkpoint"
+        sentences.append(f"The same command goes on {again}.")
+    if best:
+        sentences.append(f"{best.submission} holds the best validated model: score {best.best_score:.2f}.")
+    return " ".join(sentences)
 
 
 def leave_together() -> None:

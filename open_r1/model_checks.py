@@ -5,7 +5,6 @@ Each check returns (lines to show, faults to change). Values are not read, but f
 to be tied to the embedding.
 """
 
-import json
 from pathlib import Path
 
 import PIL.Image
@@ -13,8 +12,17 @@ import torch
 from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from .arguments import GRPOArguments
-from .checkpoint import EMBEDDING, HEAD, MODEL_TYPE, Slot, read_header, tensor_slots, weight_files
-from .protocol import conversation
+from .checkpoint import (
+    EMBEDDING,
+    HEAD,
+    Slot,
+    file_fault,
+    outside_zero_init,
+    refuse_other_kinds,
+    tensor_slots,
+    weight_files,
+)
+from .protocol import EVAL_TEMPLATE, conversation
 from .rollout import end_tokens, unsupported
 
 Found = tuple[list[str], list[str]]  # lines, faults
@@ -27,18 +35,7 @@ SAMPLING_SETTINGS = {
 
 def check_config(base: Path) -> Qwen2VLConfig:
     """The configuration. Raises ValueError for another kind of model, or none."""
-    try:
-        content = json.loads((base / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        fault = f"has no readable config.json ({error}); set MODEL to a whole model"
-        if (base / "adapter_config.json").exists():
-            fault = "is a LoRA adapter; merge it into its base, and set MODEL to that"
-        raise ValueError(f"{base} {fault}") from error
-    kind = content.get("model_type")
-    if kind != MODEL_TYPE:
-        raise ValueError(f"{base} is a {kind!r} model; set MODEL to a {MODEL_TYPE!r} one")
-    if "quantization_config" in content:
-        raise ValueError(f"{base} is quantized, and cannot be trained in full; set MODEL to its original")
+    refuse_other_kinds(base)
     return Qwen2VLConfig.from_pretrained(base)
 
 
@@ -47,14 +44,14 @@ def check_config(base: Path) -> Qwen2VLConfig:
 
 def parameter_shapes(config: Qwen2VLConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model by its module's name; a tied head is the embedding and is not listed."""
-    with torch.device("meta"):
+    with outside_zero_init(), torch.device("meta"):
         model = Qwen2VLForConditionalGeneration(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
     """Are all tensors of the configuration there, in their shapes, in files of their full length?"""
-    faults = [fault for file in weight_files(base) if (fault := _file_fault(base / file))]
+    faults = [fault for file in weight_files(base) if (fault := file_fault(base / file))]
     if faults:
         return [], faults
     slots, shapes = tensor_slots(base), parameter_shapes(config)
@@ -77,24 +74,9 @@ def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
         )
     dtypes = sorted({str(slot.dtype).removeprefix("torch.") for places in slots.values() for slot in places})
     size = sum((base / file).stat().st_size for file in weight_files(base))
-    count = sum(torch.Size(shape).numel() for shape in shapes.values())
     head = "tied to the embedding" if config.tie_word_embeddings else "not tied"
-    lines = [
-        f"{count:,} parameters in {'/'.join(dtypes)}, {size / 1e9:,.2f} GB; the output head is {head}",
-        f"all {len(shapes)} tensors of config.json are there in their shapes (headers read, values not)",
-    ]
-    return ([] if faults else lines), faults
-
-
-def _file_fault(path: Path) -> str | None:
-    try:
-        header, entries = read_header(path)
-    except Exception as error:  # missing, empty, or no safetensors file at all
-        return f"{path} has no readable header ({type(error).__name__}); copy the model again"
-    need = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if path.stat().st_size != need:
-        return f"{path} has {path.stat().st_size:,} bytes and its header says {need:,}; copy the model again"
-    return None
+    line = f"{'/'.join(dtypes)}, {size / 1e9:,.2f} GB, output head {head}; all {len(shapes)} tensors there"
+    return ([] if faults else [line]), faults
 
 
 def _same(folder: Path, slots: list[Slot]) -> bool:
@@ -119,8 +101,6 @@ def _same(folder: Path, slots: list[Slot]) -> bool:
 
 def check_processor(base: Path, processor, config: Qwen2VLConfig) -> Found:
     """Do processor and model mean the same by tokens and patches?"""
-    if not isinstance(processor, Qwen2VLProcessor):
-        return [], [f"the processor of {base} is a {type(processor).__name__}, not a Qwen2VLProcessor"]
     tokenizer, images, vision = processor.tokenizer, processor.image_processor, config.vision_config
     vocabulary = config.get_text_config().vocab_size
     pairs = [  # what, the processor's, the model's
@@ -142,10 +122,8 @@ def check_processor(base: Path, processor, config: Qwen2VLConfig) -> Found:
         )
     low, high = images.size["shortest_edge"], images.size["longest_edge"]
     side = images.patch_size * images.merge_size
-    return [
-        f"{len(tokenizer):,} tokens in a vocabulary of {vocabulary:,}; images are shown at {low:,} to "
-        f"{high:,} pixels ({-(-low // side**2):,} to {high // side**2:,} tokens)"
-    ], faults
+    tokens = f"{-(-low // side**2):,} to {high // side**2:,} tokens"
+    return [f"shows images at {low:,} to {high:,} pixels, which are {tokens}"], faults
 
 
 # --- Generation settings
@@ -169,21 +147,18 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
         for name, neutral in SAMPLING_SETTINGS.items()
         if (value := getattr(settings, name, None)) not in (None, neutral)
     }
-    lines = []
+    lines = [
+        f"rollouts: --temperature {args.temperature:g} --top_p {args.top_p:g} --top_k {args.top_k or 0}"
+        + (f" --min_p {args.min_p:g}" if args.min_p else "")
+        + "; validation and grader: greedy"
+    ]
     if brought:
         listed = ", ".join(f"{name} {value:g}" for name, value in brought.items())
-        trap = " (greedy: nothing would be learned)" if brought.get("top_k") == 1 else ""
-        lines.append(f"generation_config.json's {listed}{trap} is not followed:")
-    lines.append(
-        f"rollouts sample with --temperature {args.temperature:g} --top_p {args.top_p:g} --top_k "
-        f"{args.top_k or 0}" + (f" --min_p {args.min_p:g}" if args.min_p else "")
-    )
+        trap = " (always the likeliest token: nothing would be learned)" if brought.get("top_k") == 1 else ""
+        lines.append(f"not used: generation_config.json's {listed}{trap}")
     penalty = settings.repetition_penalty or 1.0
     if penalty != 1:
-        lines.append(
-            f"generation_config.json's repetition_penalty {penalty:g} acts in validation, as in the grader, "
-            "and not in rollouts"
-        )
+        lines.append(f"its repetition_penalty {penalty:g} acts in validation and the grader, not in rollouts")
     return lines, faults
 
 
@@ -216,7 +191,7 @@ def check_template(base: Path, processor: Qwen2VLProcessor) -> Found:
     placed = int((inputs["input_ids"] == token).sum())
     if placed != need:
         faults.append(f"an image of {grid} patches gets {placed} placeholders, but needs {need}: {where}")
-    return [
-        text.strip().replace("\n", "⏎").replace(processor.image_token, f"{processor.image_token}×{placed}"),
-        f"({inputs['input_ids'].numel()} tokens, {placed} of them for a picture of 480 x 320, as it needs)",
-    ], faults
+    start, _, _ = EVAL_TEMPLATE.partition("{question}")[2].partition(" in <think>")
+    short = text.strip().replace(EVAL_TEMPLATE.format(question=question), f"{question}{start} …")
+    short = short.replace("\n", "⏎ ").replace(processor.image_token, f"{processor.image_token}×{placed}")
+    return [short, f"(480 x 320 pixels need {need} image tokens and get them)"], faults

@@ -6,24 +6,29 @@ is left out, and its line says so.
 """
 
 import contextlib
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
-from . import model_checks
+from . import data_survey, machine_checks, model_checks, validation
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
-from .data import CountingData, DataError, load_processor, load_rows
+from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
+from .machine_checks import number_of
+from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
+SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
 Found = tuple[list[str], list[str]]  # lines, faults
 
@@ -36,13 +41,17 @@ class Run:
     args: GRPOArguments
     model_args: ModelConfig
     registry: dict[str, Callable]
+    devices: list[machine_checks.Device]  # of all ranks
     flags: bool | None = None
     base: Path | None = None  # the model's folder
     config: Qwen2VLConfig | None = None
+    parameters: int | None = None
     processor: Any = None
     data: CountingData | None = None
     validation_sets: dict[str, CountingData] = field(default_factory=dict)
     rows: list[int] | None = None  # of data: those to train on
+    surveyed: list[int] | None = None  # of these rows
+    facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
     rewards: list[Reward] | None = None
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
 
@@ -65,7 +74,9 @@ def preflight(
     """Makes every check on every rank (rank 0 alone looks at the rows) and shows the screen on rank 0; that
     of a run which starts is kept as OUT/preflight.txt. Raises NotReady on rank 0, and SystemExit on the
     others, when a rank found a fault."""
-    run = Run(recipe, args, model_args, registry)
+    if recipe.dry_run and args.world_size == 1 and args.device.type == "cuda":
+        args.planned_processes = torch.cuda.device_count()
+    run = Run(recipe, args, model_args, registry, machine_checks.devices(args))
     lines, faults = look(run)
     of_ranks = gather_object([faults])
     for rank, others in enumerate(of_ranks[1:], start=1):
@@ -91,7 +102,7 @@ def preflight(
 
 def look(run: Run) -> Found:
     """The lines and the faults of all checks."""
-    screen, faults = [], []
+    screen, faults, shown = [], [], ""
     for name, check, needs in CHECKS:
         lacking = [need for need in needs if getattr(run, need) is None]
         if lacking:
@@ -101,7 +112,9 @@ def look(run: Run) -> Found:
             lines, found = check(run)
         except (ValueError, RewardError) as refusal:
             lines, found = [], [str(refusal)]
-        screen += entry(name, lines or ["see the list below"] if found else lines)
+        lines = lines or ["see the list below"] if found else lines
+        screen += entry("" if name == shown else name, lines)
+        shown = name if lines else shown
         faults += found
     return screen, faults
 
@@ -134,7 +147,8 @@ def check_model(run: Run) -> Found:
         raise ValueError("--model_name_or_path is missing: set it to a Qwen2-VL folder or a hub name")
     run.base = local_model(run.model_args.model_name_or_path)
     run.config = model_checks.check_config(run.base)
-    return [str(run.base)], []
+    run.parameters = sum(map(math.prod, model_checks.parameter_shapes(run.config).values()))
+    return [f"{run.base} ({run.parameters:,} parameters)"], []
 
 
 def check_weights(run: Run) -> Found:
@@ -142,23 +156,11 @@ def check_weights(run: Run) -> Found:
 
 
 def check_processor(run: Run) -> Found:
-    processor = open_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
+    processor = load_processor(run.base, run.recipe.min_pixels, run.recipe.max_pixels)
     lines, faults = model_checks.check_processor(run.base, processor, run.config)
     if not faults:
         run.processor = processor
     return lines, faults
-
-
-def open_processor(base: Path, min_pixels: int | None, max_pixels: int | None):
-    """load_processor, with a sentence for whatever the library raises."""
-    try:
-        return load_processor(base, min_pixels, max_pixels)
-    except DataError:
-        raise
-    except Exception as error:  # its files can be wrong in as many ways as there are files
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        fault = f"{base} has no processor that loads ({reason}); set MODEL to a whole model"
-        raise ValueError(fault) from error
 
 
 def check_generation(run: Run) -> Found:
@@ -195,8 +197,29 @@ def check_training_rows(run: Run) -> Found:
     bad = check_rows(data, run.processor, full=run.recipe.check_data or skip)
     kept = good_rows(data, bad, skip_bad_rows=skip, out=run.out)
     run.rows, shared = drop_overlap(data, list(sets.values()), rows=kept)
-    used = f"{len(run.rows):,} of {len(data):,} training rows"
-    return [f"{used}: {len(bad)} bad, {shared} share an image with validation"], []
+    return [
+        f"{data.source}: question in {data.question_column}, true count in {data.solution_column}",
+        f"{len(run.rows):,} of {len(data):,} rows used: {len(bad)} bad, {shared} share an "
+        "image with validation",
+    ], []
+
+
+def check_answers(run: Run) -> Found:
+    run.surveyed = [run.rows[i] for i in validation.pick_rows(len(run.rows), SURVEYED)]
+    run.facts = data_survey.row_facts(run.data, run.processor, run.surveyed)
+    lines, faults = data_survey.check_answers(run.facts)
+    some = f"(this and the next two of {len(run.facts):,} rows, evenly spaced)"
+    return lines + [some] * (len(run.facts) < len(run.rows)), faults
+
+
+def check_images(run: Run) -> Found:
+    return data_survey.check_images(run.data, run.processor, run.facts)
+
+
+def check_prompts(run: Run) -> Found:
+    limit = run.config.get_text_config().max_position_embeddings
+    room = run.args.max_completion_length
+    return data_survey.check_prompts(run.data, run.surveyed, run.facts, limit, room)
 
 
 def check_validation_rows(run: Run) -> Found:
@@ -207,14 +230,16 @@ def check_validation_rows(run: Run) -> Found:
         if bad := check_rows(data, run.processor):
             first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
             faults.append(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
-    return [", ".join(f"{name} {len(rows):,} rows" for name, rows in run.validation_sets.items())], faults
+    sets = run.validation_sets.items()
+    return [f"{name}: {len(data):,} rows of {data.source}" for name, data in sets], faults
 
 
 # --- The rewards
 
 
 def check_rewards(run: Run) -> Found:
-    run.rewards = resolve_rewards(run.recipe.reward_funcs, run.args.reward_weights, run.registry)
+    recipe, weights = run.recipe, run.args.reward_weights
+    run.rewards = resolve_rewards(recipe.reward_funcs, weights, run.registry, recipe.reward_timeout)
     return [], []
 
 
@@ -232,7 +257,27 @@ def check_gold(run: Run) -> Found:
         return [], [f"{run.data.source} has no row to try the rewards on"]
     for reward in run.rewards:
         check_signature(reward, columns[0].keys())
-    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer).splitlines(), []
+    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer)
+
+
+# --- The machine
+
+
+def check_packages(run: Run) -> Found:
+    return machine_checks.check_packages()
+
+
+def check_devices(run: Run) -> Found:
+    return machine_checks.check_devices(run.devices, run.args)
+
+
+def check_memory(run: Run) -> Found:
+    """Under DeepSpeed as it is set up; a dry run, which is not launched, counts on train.sh's zero3.json."""
+    deepspeed = getattr(run.args, "hf_deepspeed_config", None)
+    stage = deepspeed.get_value("zero_optimization.stage", 0) if deepspeed else 0
+    if run.args.planned_processes:
+        stage = 3
+    return machine_checks.check_memory(run.devices, run.parameters, run.args, stage)
 
 
 # --- What the run will do
@@ -246,13 +291,21 @@ def check_updates(run: Run) -> Found:
         rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_per_rollout)
         args.max_steps = rollouts * args.updates_per_rollout
     epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
-    return [
-        f"{args.prompts_per_update} prompts x {args.num_generations} completions, in "
-        f"{args.gradient_accumulation_steps} rows of {args.prompts_per_row} on each of {args.world_size} "
-        f"processes; a rollout is {args.prompts_per_rollout} prompts, {args.updates_per_rollout} updates",
-        f"{args.max_steps:,} updates, {epochs:.2f} epochs",
-        f"{'bf16' if args.bf16 else 'float32'} on {args.device.type}, float32 master weights",
-    ], []
+    processes = number_of(args.processes, "process")
+    rows = number_of(args.gradient_accumulation_steps, "row")
+    lines = [
+        f"{number_of(args.prompts_per_update, 'prompt')} ({processes} x {rows} x {args.prompts_per_row}) x "
+        f"{args.num_generations} completions of up to {args.max_completion_length} tokens",
+        f"{number_of(args.max_steps, 'update')}, {args.updates_per_rollout} a rollout: {epochs:.2f} epochs, "
+        f"in {'bf16' if args.bf16 else 'float32'} over float32 master weights",
+    ]
+    if run.validation_sets and args.eval_strategy != "no":
+        sets = " + ".join(
+            f"{name} {len(validation.pick_rows(len(data), args.eval_limit)):,}"
+            for name, data in run.validation_sets.items()
+        )
+        lines.append(f"every {args.eval_steps:g} updates a validation on {sets} rows")
+    return lines, []
 
 
 def check_checkpoint(run: Run) -> Found:
@@ -272,21 +325,34 @@ def check_checkpoint(run: Run) -> Found:
             f"{args.world_size}: run with as many, or start from the submission's weights (MODEL=…) with "
             "another OUT"
         )
-    return [f"goes on from {run.done[0]}" if run.done else "starts anew"], []
+    if run.done:
+        return [f"goes on from {run.done[0]}"], []
+    return [f"anew from the model: {run.out} has no checkpoint"], []
+
+
+def check_hours(run: Run) -> Found:
+    return ["the plan of hours is printed after the third update, once the length of one is known"], []
 
 
 CHECKS = [  # name, function, what an earlier check must have left in the Run
+    ("packages", check_packages, ()),
     ("flags", check_flags, ()),
     ("model", check_model, ()),
-    ("weights", check_weights, ("config",)),
+    ("model", check_weights, ("config",)),
     ("processor", check_processor, ("config",)),
-    ("generation", check_generation, ("config",)),
+    ("sampling", check_generation, ("config",)),
     ("template", check_template, ("processor",)),
     ("data", check_data, ()),
     ("train", check_training_rows, ("data", "processor")),
+    ("answers", check_answers, ("rows",)),
+    ("images", check_images, ("facts",)),
+    ("prompts", check_prompts, ("facts",)),
     ("validation", check_validation_rows, ("data", "processor")),
     ("rewards", check_rewards, ()),
-    ("", check_gold, ("rewards", "data", "processor")),
-    ("an update", check_updates, ("flags", "rows")),
+    ("rewards", check_gold, ("rewards", "data", "processor")),
+    ("GPUs", check_devices, ()),
+    ("memory", check_memory, ("flags", "parameters")),
+    ("update", check_updates, ("flags", "rows")),
     ("start", check_checkpoint, ()),
+    ("hours", check_hours, ()),
 ]

@@ -1,4 +1,4 @@
-"""Calling reward functions: names, arguments by name, and what happens when one fails.
+"""Calling reward functions: names, arguments by name, and what happens when one fails or hangs.
 
 The functions themselves stand in grpo.py. The signature is R1-V's and TRL's:
     fn(completions, **columns) -> list[float | None]
@@ -7,17 +7,22 @@ comes as a list with one value per completion. A function may further name any o
 nothing is computed that no function asks for. None means "cannot judge".
 """
 
+import copy
 import importlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .data import Prompt
 from .scoring import TOKEN_STATISTICS
+from .time_limit import TimeIsUp, time_limit
 
 EXTRAS = {
     "prompts": "the question as the user asked it, str",
@@ -36,11 +41,12 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its name and weight; weight 0 is logged only."""
+    """A reward function with its name and weight; weight 0 is logged only. A call may take `timeout` s."""
 
     name: str
     function: Callable
     weight: float
+    timeout: float = 60.0
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -50,34 +56,58 @@ class Reward:
         return extra in self.parameters
 
     def arguments(self, available: dict[str, list]) -> dict[str, list]:
-        """What the function asks for, of the columns and extras there are."""
+        """What the function asks for, of the columns and extras there are; it may change its own lists."""
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self.parameters.values())
-        return {k: v for k, v in available.items() if k in self.parameters or (takes_all and k not in EXTRAS)}
+        names = [k for k in available if k in self.parameters or (takes_all and k not in EXTRAS)]
+        own = {name: list(available[name]) for name in names}
+        return own | {"completions": copy.deepcopy(available["completions"])} if "completions" in own else own
 
     def __call__(self, available: dict[str, list]) -> list[float]:
         """One float per completion, NaN for None. RewardError for anything else, exceptions included."""
         expected = len(available["completions"])
         try:
-            values = self.function(**self.arguments(available))
+            with time_limit(self.timeout):
+                values = self.function(**self.arguments(available))
+                values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
+        except TimeIsUp as alarm:
+            limit = f"--reward_timeout {self.timeout:g} s"
+            raise RewardError(f"reward {self.name} took more than {limit} {_where(alarm)}") from None
         except Exception as error:
-            raise RewardError(f"reward {self.name} raised {type(error).__name__}: {error}") from error
-        if hasattr(values, "tolist"):  # numpy and torch
-            values = values.tolist()
+            raise RewardError(
+                f"reward {self.name} raised {type(error).__name__}: {error} {_where(error)}"
+            ) from error
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != expected:
             raise RewardError(
                 f"reward {self.name} must return a list of {expected} numbers or None, not {values!r:.200}"
             )
-        values = [value.item() if hasattr(value, "item") else value for value in values]
-        for value in values:
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise RewardError(
-                    f"reward {self.name} returned {value!r}: every value must be a finite number or None"
-                )
-        return [math.nan if value is None else float(value) for value in values]
+        return [self._number(value) for value in values]
+
+    def _number(self, value: Any) -> float:
+        try:
+            number = value.item() if hasattr(value, "item") else value  # numpy and torch
+            if number is None:
+                return math.nan
+            if isinstance(number, int | float) and abs(float(number)) <= LARGEST:  # no NaN is
+                return float(number)
+        except (ValueError, RuntimeError, OverflowError):  # several elements; more digits than a float has
+            pass
+        shown = f"{type(value).__name__} {value!r:.100}"
+        raise RewardError(f"reward {self.name} returned {shown}: every value is a finite number or None")
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"({frame.filename}, line {frame.lineno})"
 
 
 def resolve_rewards(
-    names: Sequence[str], weights: Sequence[float] | None, registry: dict[str, Callable]
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    registry: dict[str, Callable],
+    timeout: float = Reward.timeout,
 ) -> list[Reward]:
     """Names of the registry or dotted paths (package.module.function) -> rewards. ValueError names what is
     wrong."""
@@ -91,7 +121,7 @@ def resolve_rewards(
         raise ValueError(f"--reward_funcs {' '.join(names)} names a function twice: add its weights instead")
     if not any(weights):
         raise ValueError("--reward_weights are all 0: such functions are only logged; give one a weight")
-    return [Reward(n, _find(n, registry), w) for n, w in zip(names, weights, strict=True)]
+    return [Reward(n, _find(n, registry), w, timeout) for n, w in zip(names, weights, strict=True)]
 
 
 def _find(name: str, registry: dict[str, Callable]) -> Callable:
@@ -102,15 +132,24 @@ def _find(name: str, registry: dict[str, Callable]) -> Callable:
     if not module:
         raise ValueError(f"--reward_funcs {name} is no known reward: {known}")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--reward_funcs {name} could not be imported ({error}): {known}") from error
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--reward_funcs {name} could not be imported ({reason}): {known}") from error
+    if not callable(function):
+        raise ValueError(f"--reward_funcs {name} is a {type(function).__name__}, no function: {known}")
+    return function
 
 
 def check_signature(reward: Reward, columns: Sequence[str]) -> None:
-    """Refuses a function that needs an argument which neither the data set nor the trainer has."""
+    """Refuses a function that needs an argument which neither the data set nor the trainer has, or both."""
     available = {"completions", *columns, *EXTRAS}
     for name, parameter in reward.parameters.items():
+        if name in EXTRAS and name in columns:
+            raise ValueError(
+                f"reward {reward.name} asks for {name}, which is a column of the data set and also what the "
+                "trainer gives: rename the column"
+            )
         named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         if named and parameter.default is inspect.Parameter.empty and name not in available:
             raise ValueError(
@@ -120,34 +159,74 @@ def check_signature(reward: Reward, columns: Sequence[str]) -> None:
             )
 
 
+FAILED = math.inf  # stands for every value of a function that failed; its own values are finite
+
+
 class RewardCaller:
-    """Calls all rewards on a rollout; counts failures and stops the run when one function keeps failing."""
+    """Calls all rewards on a rollout. Failures are counted over all ranks, and stop all of them together: a
+    rank that raised alone would leave the others waiting for it."""
 
     def __init__(self, rewards: Sequence[Reward], max_failures: int):
         self.rewards, self.max_failures = list(rewards), max_failures
-        self.failures = {reward.name: 0 for reward in rewards}
+        self.failures = {reward.name: 0 for reward in rewards}  # calls that failed, on all ranks
+        self.messages: dict[str, str] = {}  # the newest failure of each on this rank
+        self.shares: dict[str, float] = {}  # of the newest rollout's completions, by what is to be logged
 
     def __call__(self, available: dict[str, list]) -> Tensor:
-        """Values [B, F], NaN where a function could not judge or failed.
+        """Values [B, F] of this rank: NaN where a function could not judge, FAILED where it failed.
 
-        Raises RewardError when a function has failed more than max_failures times. A failure is printed and
-        counted: it never becomes a silent 0.
+        All ranks' values go to `settle`. A failure is printed at once.
         """
         columns = []
         for reward in self.rewards:
             try:
                 values = reward(available)
             except RewardError as error:
-                self.failures[reward.name] += 1
-                print(
-                    f"\n{error} (failure {self.failures[reward.name]}, {self.max_failures} are allowed)",
-                    flush=True,
-                )
-                if self.failures[reward.name] > self.max_failures:
-                    raise
-                values = [math.nan] * len(available["completions"])
+                self.messages[reward.name] = str(error)
+                print(f"\nrank {_rank()}: {error}", flush=True)
+                values = [FAILED] * len(available["completions"])
             columns.append(torch.tensor(values, dtype=torch.float32))
         return torch.stack(columns, dim=1)
+
+    def settle(self, values: Tensor, ranks: int = 1) -> Tensor:
+        """Counts the failures in `values` [R, G, F] of all ranks, one behind the other; NaN replaces them.
+
+        Where a function with a weight failed the others' values go too: what is left of the sum would train
+        on something else than was asked for. Raises RewardError, on every rank, when a function has failed
+        more than max_failures times.
+        """
+        failed, names = values.isinf(), [reward.name for reward in self.rewards]
+        for which, what in ((failed, "failed"), (values.isnan(), "unjudged")):
+            shares = which.float().mean((0, 1)).tolist()
+            self.shares |= {f"rewards/{n}/{what}": share for n, share in zip(names, shares, strict=True)}
+        calls = failed.view(ranks, -1, len(names)).any(1)  # [ranks, F]
+        for name, count in zip(names, calls.sum(0).tolist(), strict=True):
+            self.failures[name] += count
+            total = f"reward {name} has failed {self.failures[name]} times, of {self.max_failures} allowed"
+            if count and self.failures[name] > self.max_failures:
+                raise RewardError(f"{total} (--max_reward_failures); the last time: {self._last(name)}")
+            if count and _rank() == 0:
+                print(total, flush=True)
+        weighted = torch.tensor([reward.weight != 0 for reward in self.rewards])
+        lost = (failed & weighted).any(-1, keepdim=True)
+        return values.masked_fill(failed | lost, torch.nan)
+
+    def _last(self, name: str) -> str:
+        """What a rank's newest failure says. A collective."""
+        messages = [self.messages.get(name)]
+        if dist.is_initialized():
+            messages = [None] * dist.get_world_size()
+            dist.all_gather_object(messages, self.messages.get(name))
+        return next(message for message in messages if message)
+
+    def numbers(self) -> dict[str, float]:
+        """For the log: failed calls so far, and shares of the newest rollout's completions."""
+        counts = {f"reward_failures/{name}": float(count) for name, count in self.failures.items()}
+        return counts | self.shares
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
@@ -177,31 +256,36 @@ def reward_arguments(
 
 def try_rewards(
     rewards: Sequence[Reward], rows: Sequence[dict], images: Sequence[list], tokenizer
-) -> str:
-    """Calls each reward on gold answers and on empty text, and returns the table to print.
+) -> tuple[list[str], list[str]]:
+    """Calls each reward on gold answers and on empty text. Returns the lines of a table, and the faults.
 
-    rows are column dictionaries with "answer" and "question", images those of each row. ValueError when a
-    reward named accuracy does not give 1.0 for gold and 0.0 for nothing: it disagrees with the grader. The
-    others are only shown; entropy and self-certainty are drawn at random for them.
+    rows are column dictionaries with "answer" and "question", images those of each row. A reward that fails
+    is a fault, and so is one named accuracy that does not give 1.0 for gold and 0.0 for nothing: it disagrees
+    with the grader. Entropy and self-certainty are drawn at random.
     """
-    lines = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"]
+    lines, faults = [f"{'reward':<24}{'weight':>8}{'gold answer':>14}{'empty text':>14}"], []
     gold = [f"<answer> {row['answer']} </answer>" for row in rows]
     for reward in rewards:
-        shown = [_tried(reward, rows, images, texts, tokenizer) for texts in (gold, [""] * len(rows))]
+        shown = []
+        for what, texts in (("gold answers", gold), ("empty text", [""] * len(rows))):
+            try:
+                shown.append(_tried(reward, rows, images, texts, tokenizer))
+            except RewardError as error:
+                shown.append("failed")
+                faults.append(f"{error} (when it was tried on {what})")
         lines.append(f"{reward.name:<24}{reward.weight:>8g}{shown[0]:>14}{shown[1]:>14}")
         if reward.name == "accuracy" and shown != ["1.00", "0.00"]:
-            raise ValueError(
-                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty "
-                "text, not 1.00 and "
-                "0.00: it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
+            faults.append(
+                f"the accuracy reward gives {shown[0]} on gold answers and {shown[1]} on empty text, not "
+                "1.00 and 0.00: it disagrees with the grader, see accuracy_reward in open_r1/grpo.py"
             )
-    return "\n".join(lines)
+    return lines, faults
 
 
 def _tried(
     reward: Reward, rows: Sequence[dict], images: Sequence[list], texts: Sequence[str], tokenizer
 ) -> str:
-    """The mean reward of these texts, as the table shows it."""
+    """The mean reward of these texts, as the table shows it. Raises RewardError."""
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     generator = torch.Generator().manual_seed(0)
     available = {
@@ -214,9 +298,5 @@ def _tried(
         "images": list(images),
         **{name: [torch.rand(len(row), generator=generator) for row in ids] for name in TOKEN_STATISTICS},
     }
-    try:
-        known = [value for value in reward(available) if not math.isnan(value)]
-    except RewardError as error:
-        print(error)
-        return "failed"
+    known = [value for value in reward(available) if not math.isnan(value)]
     return f"{sum(known) / len(known):.2f}" if known else "cannot judge"

@@ -11,7 +11,7 @@ Legend
 Row b of the batch is completion b % G of prompt b // G.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +122,10 @@ class FastEngine(Engine):
         num_generations: int,
         sampling: Sampling,
         keys: list[list[int]] | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
         """A group of `num_generations` completions for each prompt. `keys` (sampling_keys) are needed
-        unless greedy."""
+        unless greedy. Once `interrupted()` it stops: what it returns then is to be thrown away."""
         if keys is None and not sampling.greedy:
             raise ValueError("sampling needs keys: pass sampling_keys(seed, step, prompts, num_generations)")
         rows, longest = len(prompts) * num_generations, max(p.input_ids.numel() for p in prompts)
@@ -132,7 +133,7 @@ class FastEngine(Engine):
         batch.keys.copy_(torch.tensor(keys).flatten() if keys else torch.zeros(rows, dtype=torch.long))
         logits = self._prefill(batch, prompts, num_generations, longest)
         self._choose(batch, logits, sampling)
-        self._decode(batch, longest, sampling)
+        self._decode(batch, longest, sampling, interrupted)
         token_ids, logps = batch.token_ids.cpu(), batch.logps.cpu()
         completions = [self.completion(*row) for row in zip(token_ids, logps, strict=True)]
         return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
@@ -185,10 +186,10 @@ class FastEngine(Engine):
         logits = self.model.lm_head(torch.cat(last_hidden))
         return logits.repeat_interleave(num_generations, dim=0)
 
-    def _decode(self, batch: DecodeBatch, longest: int, sampling: Sampling) -> None:
+    def _decode(self, batch: DecodeBatch, longest: int, sampling: Sampling, interrupted) -> None:
         every = STEPS_BETWEEN_CHECKS[self.device.type]
         for t in range(1, sampling.max_new_tokens):
-            if (t - 1) % every == 0 and bool(batch.done.all()):
+            if (t - 1) % every == 0 and (bool(batch.done.all()) or (interrupted and interrupted())):
                 break
             if self.device.type == "cuda":
                 self._graph(batch, sampling).replay()
@@ -229,11 +230,14 @@ class TransformersEngine(Engine):
         num_generations: int,
         sampling: Sampling,
         keys: list[list[int]] | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
         """As FastEngine.generate; the noise depends on the group's first key only, and differs from
         FastEngine's."""
         groups = []
         for number, prompt in enumerate(prompts):
+            if interrupted and interrupted():
+                break
             if not sampling.greedy:
                 torch.manual_seed(keys[number][0] % 2**32)
             groups.append(self._group(prompt, num_generations, sampling))

@@ -26,7 +26,8 @@ from datasets import Dataset
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser
 
 from open_r1.checkpoint import load_policy
-from open_r1.data import CountingData, DataError, load_processor, load_rows
+from open_r1.data import CountingData, DataError, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE, conversation
 
 

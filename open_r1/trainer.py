@@ -25,9 +25,10 @@ from transformers import Trainer
 from . import validation
 from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss
 from .arguments import GRPOArguments
-from .checkpoint import load_policy, mark_complete, mark_incomplete, prune
+from .checkpoint import complete_marker, load_policy, mark_complete, mark_incomplete, prune
+from .control import RunControl, StopRun
 from .data import CountingData, Prompt, PromptEncoder
-from .data_loader import prompt_loader, row_order
+from .data_loader import prompt_places, rollout_prompts
 from .keep_best import KeepBest, numbers_of
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import PackedRow
@@ -48,12 +49,17 @@ class RolloutLoader:
         self.trainer = trainer
 
     def __iter__(self) -> Iterator[TrainingRow]:
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args, control = self.trainer, self.trainer.args, self.trainer.run_control
         first = trainer.state.global_step // args.updates_per_rollout
-        for number, prompts in enumerate(trainer.prompts(first), start=first):
-            rows = trainer.roll_out(number, prompts)
-            for _ in range(args.num_iterations):
-                yield from rows
+        if trainer.validation_is_due():  # the checkpoint was saved in the middle of it
+            trainer.evaluate()
+        source = (trainer.train_dataset, trainer.encoder, trainer.train_rows)
+        for number, prompts in enumerate(rollout_prompts(args, *source, first), start=first):
+            control.agree(ahead=control.longest_step)
+            with control.step_timed():
+                rows = trainer.roll_out(number, prompts)
+                for _ in range(args.num_iterations):
+                    yield from rows
 
 
 class Qwen2VLGRPOTrainer(Trainer):
@@ -69,8 +75,9 @@ class Qwen2VLGRPOTrainer(Trainer):
         self, model, args: GRPOArguments, processor, engine: Engine, data: CountingData, rows: Sequence[int],
         encoder: PromptEncoder, rewards: RewardCaller, validation_sets: dict[str, CountingData],
         eval_encoder: PromptEncoder, keep_best: KeepBest | None = None, ref_model=None,
-        callbacks: Sequence = (),
+        callbacks: Sequence = (), run_control: RunControl | None = None,
     ):  # fmt: skip
+        self.run_control = run_control or RunControl()
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
         self.keep_best = keep_best
@@ -93,6 +100,8 @@ class Qwen2VLGRPOTrainer(Trainer):
             top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0,
         )  # fmt: skip
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
+        self.best_score = -1.0  # of the validations, where no submission is kept
+        self.validated_at = 0  # the last update that was validated (0: before training)
         self.rollout_logs: list[
             dict[str, float]
         ] = []  # of the rollouts since the last log line, of all ranks
@@ -106,43 +115,21 @@ class Qwen2VLGRPOTrainer(Trainer):
     def get_train_dataloader(self) -> RolloutLoader:
         return RolloutLoader(self)
 
-    def prompts(self, first: int) -> Iterator[list[Prompt]]:
-        """This rank's prompts of rollout `first`, `first + 1`, …: decoded ahead of time, each once."""
-        args, rows = self.args, self.train_rows
-
-        def rows_of(number: int) -> list[int]:
-            count = args.prompts_per_rollout
-            if args.shuffle_dataset:
-                drawn = row_order(len(rows), count, args.seed, number)
-            else:
-                drawn = [i % len(rows) for i in range(number * count, (number + 1) * count)]
-            return [rows[drawn[i]] for i in self.prompt_numbers()]
-
-        return prompt_loader(
-            self.train_dataset, self.encoder, rows_of, start=first,
-            stop=-(-args.max_steps // args.updates_per_rollout), rank=args.process_index,
-            world_size=args.world_size, num_workers=args.dataloader_num_workers,
-        )  # fmt: skip
-
-    def prompt_numbers(self) -> list[int]:
-        """The places in the rollout of all ranks' prompts, rank after rank: each update's prompts are cut
-        into equal shares, so that an update has the same prompts on any number of ranks."""
-        world, update = self.args.world_size, self.args.prompts_per_update
-        places = torch.arange(self.args.prompts_per_rollout).view(-1, world, update // world)
-        return places.transpose(0, 1).flatten().tolist()  # [ranks, updates, share]
-
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
         started = time.perf_counter()
         args, names = self.args, [reward.name for reward in self.rewards.rewards]
         self.refresh()
         own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
-        numbers = self.prompt_numbers()[own]
+        numbers = prompt_places(args)[own]
         keys = sampling_keys(args.seed, number, numbers, args.num_generations)
-        groups = self.engine.generate(prompts, args.num_generations, self.sampling, keys)
+        groups = self.engine.generate(
+            prompts, args.num_generations, self.sampling, keys, self.run_control.interrupted
+        )
+        self.run_control.agree()  # on all ranks, before a rollout that was given up on one is used
 
-        own_per_function = self.reward(prompts, groups, numbers)  # [R, G, F]
-        per_function = self.gather(own_per_function)  # [R * world, G, F]
+        per_function = self.gather(self.reward(prompts, groups, numbers))  # [R * world, G, F]
+        per_function = self.rewards.settle(per_function, args.world_size)
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
         advantages = group_advantages(rewards, args.scale_rewards)
@@ -150,9 +137,9 @@ class Qwen2VLGRPOTrainer(Trainer):
 
         per_completion = self.gather(completion_numbers(prompts, groups))
         logs = rollout_metrics(per_completion, rewards, per_function, names)
-        logs |= {f"reward_failures/{name}": float(n) for name, n in self.rewards.failures.items()}
+        logs |= self.rewards.numbers()
         self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
-        samples = best_and_worst(prompts, groups, own_per_function, rewards[own], advantages[own], names)
+        samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
         self.samples += [{"rollout": number, **sample} for sample in samples]
         return rows
 
@@ -204,6 +191,11 @@ class Qwen2VLGRPOTrainer(Trainer):
             self.refreshed_at = self.state.global_step
 
     # --- the update ---------------------------------------------------------------------------------------
+
+    def training_step(self, model, inputs: TrainingRow, num_items_in_batch=None) -> Tensor:
+        if self.at_rollout_boundary():  # a rollout's later updates are finished first
+            self.run_control.agree()
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model, inputs: TrainingRow, return_outputs=False, num_items_in_batch=None
@@ -258,6 +250,7 @@ class Qwen2VLGRPOTrainer(Trainer):
         submission."""
         self.refresh()
         summaries = self.validate()
+        self.validated_at = self.state.global_step
         score = validation.score(summaries.values())
         logs = {
             f"eval_{name}_{k}": v
@@ -266,35 +259,97 @@ class Qwen2VLGRPOTrainer(Trainer):
         }
         logs["eval_score"] = score
         self.log(dict(logs))
-        if self.keep_best:
-            self.keep_best.offer(self.model, score, summaries, self.state.global_step)
+        better = self.offer(score, summaries)
+        self.run_control.stale = 0 if better else self.run_control.stale + 1
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
 
     def validate(self) -> dict[str, dict]:
         """Summaries of what the rollout copy holds, by validation set."""
-        args = self.args
-        summaries = {}
-        for name, data in self.validation_sets.items():
-            rows = validation.pick_rows(len(data), args.eval_limit)
-            examples = validation.evaluate(
-                self.engine, self.eval_encoder, data, rows=rows, batch_size=args.per_device_eval_batch_size,
-                rank=args.process_index, world_size=args.world_size,
-                num_workers=args.dataloader_num_workers, name=name,
-            )  # fmt: skip
-            summaries[name] = validation.summarize(validation.gather_examples(examples))
+        args, control, summaries = self.args, self.run_control, {}
+        stoppable = self.at_rollout_boundary()
+        with control.timed("validation"):
+            for name, data in self.validation_sets.items():
+                rows = validation.pick_rows(len(data), args.eval_limit)
+                examples = validation.evaluate(
+                    self.engine, self.eval_encoder, data, rows=rows,
+                    batch_size=args.per_device_eval_batch_size, rank=args.process_index,
+                    world_size=args.world_size, num_workers=args.dataloader_num_workers, name=name,
+                    interrupted=control.signalled if stoppable else None,
+                )  # fmt: skip
+                if stoppable:
+                    control.agree_on_signal()
+                summaries[name] = validation.summarize(validation.gather_examples(examples))
         return summaries
 
+    def offer(self, score: float, summaries: dict[str, dict]) -> bool:
+        """Whether the policy is the best so far; it becomes the submission then."""
+        if self.keep_best is None:
+            better = score > self.best_score
+            self.best_score = max(score, self.best_score)
+            return better
+        start = self.run_control.clock()
+        better = self.keep_best.offer(self.model, score, summaries, self.state.global_step)
+        if better:
+            self.run_control.took("submission", self.run_control.clock() - start)
+        return better
+
+    def validation_is_due(self, info: dict | None = None) -> bool:
+        """Whether the validation of this update, or of a checkpoint's, was interrupted."""
+        args, step, validated_at = self.args, self.state.global_step, self.validated_at
+        if info:
+            step, validated_at = info["step"], info["validated_at"]
+        planned = args.eval_strategy != "no" and step > 0 and step % args.eval_steps == 0
+        return planned and step != validated_at
+
+    def at_rollout_boundary(self) -> bool:
+        return self.state.global_step % self.args.updates_per_rollout == 0
+
+    # --- stop and go on -----------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs):
+        """As the Trainer's. Raises StopRun, on all ranks, once all is saved."""
+        control = self.run_control
+        if resume_from_checkpoint:
+            info = complete_marker(resume_from_checkpoint)
+            control.restore(info)
+            self.validated_at, self.best_score = info["validated_at"], info["best_score"]
+        try:
+            output = super().train(resume_from_checkpoint, **kwargs)
+            if self.validation_is_due():  # it was interrupted after the last update
+                self.evaluate()
+            return output
+        except StopRun as stop:
+            raise self.end_early(stop) from None
+
+    def end_early(self, stop: StopRun) -> StopRun:
+        """Validates where there is time for it, and saves the last finished update."""
+        args, step = self.args, self.state.global_step
+        if stop.cause == "deadline" and args.eval_strategy != "no" and self.validated_at != step:
+            try:
+                self.evaluate()
+            except StopRun as signal:
+                stop = signal
+        folder = Path(args.output_dir) / f"checkpoint-{step}"
+        if args.save_strategy != "no" and step and self.at_rollout_boundary() and not complete_marker(folder):
+            self._save_checkpoint(self.model, None)
+        self.callback_handler.on_train_end(args, self.state, self.control)
+        return stop
+
     def _save_checkpoint(self, model, trial) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.args.process_index == 0:
-            mark_incomplete(folder)  # it may be written over an older one
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.process_index == 0:
-            mark_complete(folder, {"step": self.state.global_step, "world_size": self.args.world_size})
-            prune(Path(self.args.output_dir), keep=self.args.checkpoints_kept)
-        self.accelerator.wait_for_everyone()
+        args, step, control = self.args, self.state.global_step, self.run_control
+        folder = Path(args.output_dir) / f"checkpoint-{step}"
+        with control.timed("checkpoint"):
+            if args.process_index == 0:
+                mark_incomplete(folder)  # it may be written over an older one
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if args.process_index == 0:
+                info = {"step": step, "world_size": args.world_size, **control.state()}
+                info |= {"validated_at": self.validated_at, "best_score": self.best_score}
+                mark_complete(folder, info)
+                prune(Path(args.output_dir), keep=args.checkpoints_kept)
+            self.accelerator.wait_for_everyone()
 
     @torch.no_grad()
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:

@@ -7,7 +7,7 @@ reads weights or writes files.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +63,14 @@ def evaluate(
     num_workers: int = 2,
     progress: bool = True,
     name: str = "validation",
+    interrupted: Callable[[], bool] | None = None,
 ) -> list[Example]:
     """Answer this rank's share of `rows` (default: all rows of `data`) as the grader would.
 
     Each rank takes every `world_size`-th row; `gather_examples` puts the shares together. `num_workers`
     processes encode the next batches while the model generates. Rank 0 shows a progress bar with its accuracy
-    so far. Raises DataError for a row that cannot be encoded.
+    so far. Once `interrupted()` it stops, with examples missing. Raises DataError for a row that cannot be
+    encoded.
     """
     share = list(range(len(data)) if rows is None else rows)[rank::world_size]
     examples: list[Example] = []
@@ -81,7 +83,9 @@ def evaluate(
             stop=-(-len(share) // batch_size),
             num_workers=num_workers,
         ):
-            groups = engine.generate(prompts, 1, GREEDY, None)
+            groups = engine.generate(prompts, 1, GREEDY, None, interrupted)
+            if interrupted and interrupted():
+                break
             examples += [_grade(prompt, group[0]) for prompt, group in zip(prompts, groups, strict=True)]
             bar.set_postfix_str(f"accuracy {100 * sum(e.correct for e in examples) / len(examples):.1f} %")
             bar.update(len(prompts))

@@ -25,14 +25,21 @@ def find_faults(files: Iterable[Path] = (REQUIREMENTS,)) -> tuple[list[str], lis
         if not requirement:
             continue
         name, ranges = re.fullmatch(r"([\w.-]+)(.*)", requirement).groups()
-        try:
-            here = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        here = installed(name)
+        if here is None:
             missing.append(f"{requirement} (here: none)")
             continue
         if not _within(here, ranges):
             outside.append(f"{requirement} (here: {here})")
     return missing, outside
+
+
+def installed(name: str) -> str | None:
+    """The version of a package that is here; None without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _within(version: str, ranges: str) -> bool:

@@ -1,4 +1,4 @@
-# Set-up shared by the scripts; source it, then call setup_python. It leaves PYTHON as the Python to use.
+# What the scripts share: set-up (setup_python leaves PYTHON as the Python to use) and the passing on of signals.
 #
 # The rule: a python3 (or $PYTHON) that has the packages is used as it is, and nothing is installed. Otherwise .venv
 # in the project's folder is used, and made first when it is not complete.
@@ -63,4 +63,31 @@ the folder to $ROOT/wheels and run this again"
     "$venv/bin/python" -c 'import torchvision, trl, deepspeed, peft, qwen_vl_utils' ||
         die "the packages in $venv do not import; move $venv away and run this again"
     touch "$venv/COMPLETE"
+}
+
+# run_stoppable COMMAND...: runs it and leaves its exit code in `code`. SIGTERM, SIGINT, SIGUSR1 and SIGHUP to this
+# script are passed on, and it waits until what it ran has saved and left.
+run_stoppable() {
+    local signal
+    (trap - INT; exec "$@") & # bash would start it with SIGINT ignored
+    child=$!
+    for signal in TERM INT USR1; do
+        # shellcheck disable=SC2064 # of this loop's signal
+        trap "pass_on $signal" "$signal"
+    done
+    trap 'pass_on TERM' HUP # the terminal is closed
+    while wait "$child"; kill -0 "$child" 2>/dev/null; do :; done # a signal ends the wait, not the run
+    code=0
+    wait "$child" || code=$?
+    trap - TERM INT USR1 HUP
+}
+
+# pass_on SIGNAL: to what run_stoppable runs. A launcher is left out: it would kill its processes after a while.
+pass_on() {
+    local processes=$child
+    if [[ $(tr '\0' ' ' <"/proc/$child/cmdline") == *" -m accelerate.commands.launch "* ]]; then
+        processes=$(grep -l "^PPid:[[:space:]]*$child\$" /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3) || true
+    fi
+    # shellcheck disable=SC2086 # a list
+    kill -s "$1" ${processes:-$child} 2>/dev/null || true
 }

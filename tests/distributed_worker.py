@@ -50,7 +50,7 @@ def main() -> None:
 
     from transformers import TrainerCallback
 
-    from open_r1 import grpo, packing
+    from open_r1 import grpo, scoring
     from open_r1.weights import master_weights
 
     trainers, updates, head_gathered, gathered_now = [], [], [], [0]
@@ -70,7 +70,7 @@ def main() -> None:
                     return step(*a, **k)
 
                 engine.step = keep_then_step
-                packing.LOGITS_CHUNK = 4
+                scoring.LOGITS_CHUNK = 4
                 model = trainers[0].model
                 count_gathers_of(model.lm_head.weight, model.parameters(), gathered_now)
 

@@ -31,7 +31,8 @@ from tiny import (
 )
 
 from open_r1 import data as data_module
-from open_r1.data import DataError, PromptEncoder, gold_answer, load_processor, load_rows
+from open_r1.data import DataError, PromptEncoder, gold_answer, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE
 
 
@@ -276,7 +277,7 @@ def test_what_cannot_be_encoded_names_its_row(tmp_path):
     rows = load_rows(tmp_path / "rows")
     with pytest.raises(DataError, match="row 0 of .*rows: the question holds '<|image_pad|>'"):
         encoder().encode(rows, 0)
-    with pytest.raises(DataError, match="row 1 of .*rows: an image cannot be decoded: its format is unknown"):
+    with pytest.raises(DataError, match="row 1 of .*rows: an image cannot be opened: its format is unknown"):
         encoder().encode(rows, 1)
 
 

@@ -11,7 +11,8 @@ from datasets import load_from_disk
 from methods.demo import draw, report
 from open_r1 import validation
 from open_r1.checkpoint import load_policy
-from open_r1.data import PromptEncoder, load_processor, load_rows
+from open_r1.data import PromptEncoder, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import extract_answer
 from open_r1.rollout import FastEngine, TransformersEngine
 

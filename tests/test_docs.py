@@ -9,22 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from open_r1.arguments import GRPOArguments, RecipeArguments
 from tests.test_distributed import make_rows
 from tests.tiny import save_public_form
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "methods/main/README.md", "methods/demo/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("methods/*/README.md"))]
+GENERATED = re.compile(r"<!-- (\w+) -->.*?<!-- end.*?-->", re.S)  # results, which name how they were made
 
 
-def commands(page: str) -> list[str]:
-    """The commands of a page's bash blocks, without their comments; a line that ends in a backslash goes
-    on."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)
+def commands(page: Path) -> list[str]:
+    """The commands of a page's bash blocks and of its inline code, without their comments; a line that ends
+    in a backslash goes on."""
+    text = GENERATED.sub("", page.read_text())
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`((?:bash|python) [^`]*)`", re.sub(r"```.*?```", "", text, flags=re.S))
     return [" ".join(shlex.split(line, comments=True)) for line in lines if line.strip()]
 
 
-ALL = sorted({command for page in PAGES for command in commands(page)})
+ALL = sorted({command.removesuffix(" --dry_run") for page in PAGES for command in commands(page)})
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +45,21 @@ def test_the_pages_have_commands():
     assert "bash train.sh" in ALL and "bash test.sh" in ALL and any("selfcheck.py" in c for c in ALL)
 
 
+def test_the_pages_name_flags_that_exist():
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("methods/**/*.*"), *ROOT.glob("benchmarks/*.py")]
+    programs += [*ROOT.glob("open_r1/*.py"), *ROOT.glob("*.sh"), *ROOT.glob("tools/*.py")]
+    sources = "\n".join(file.read_text() for file in programs if file.suffix in (".py", ".sh"))
+    known = {name for config in (RecipeArguments, GRPOArguments) for name in config.__dataclass_fields__}
+    known |= set(re.findall(r"--(\w+)", sources)) | {"shm-size"}  # the last is of docker
+    for page in PAGES:
+        named = set(re.findall(r"--([a-z][\w-]*)", page.read_text()))
+        assert named <= known, (page, named - known)
+
+
 @pytest.mark.parametrize("command", ALL)
 def test_command(command, folder, tmp_path):
     """train.sh with --dry_run and the tests' model and rows where the page names a place on the reader's
-    machine; test.sh collects only (this is the suite); selfcheck in full; make_base.py and draw.py show
-    their help."""
+    machine; test.sh collects only (this is the suite); selfcheck in full; the others show their help."""
     command = command.replace("/path/to", str(folder))
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NUM_GPUS": "0"}
     environment |= {"MODEL": str(folder / "Qwen2-VL-2B-Instruct"), "DATA": str(folder / "train")}
@@ -60,7 +74,7 @@ def test_command(command, folder, tmp_path):
     elif "selfcheck.py" in command:
         command += f" --out {tmp_path / 'selfcheck'} --dataloader_num_workers 0"
     else:
-        command = re.sub(r"(\w+\.py).*", r"\1 --help", command)
+        command += " --help"  # the flags before it are read, and refused where they are wrong
     if "--reward_funcs accuracy format close" in command:
         # The page's own function, added to a copy of the project as the page says.
         copy_with_reward(tmp_path)

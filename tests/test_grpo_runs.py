@@ -75,7 +75,7 @@ def test_a_row_that_shares_its_image_with_validation_is_left_out(folder, tmp_pat
         folder, tmp_path / "out", "--dataset_name", tmp_path / "train", "--val_dataset", folder / "val",
         "--shuffle_dataset", "false", "--max_steps", 3, "--save_strategy", "no",
     )  # fmt: skip
-    assert "5 of 6 training rows: 0 bad, 1 share an image with validation" in capsys.readouterr().out
+    assert "5 of 6 rows used: 0 bad, 1 share an image with validation" in capsys.readouterr().out
     assert [s["row"] for s in lines(tmp_path / "out/rollouts.jsonl")[::2]] == [1, 2, 3, 4, 5, 1]
 
 

@@ -1,17 +1,26 @@
 """The preflight: each check fails for what it looks for, and all faults come together."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from open_r1 import model_checks, preflight
-from tests.test_grpo import folder, parse, run  # noqa: F401 (folder is a fixture)
-from tests.tiny import PAD, save_public_form
+from open_r1 import data_survey, machine_checks, model_checks, preflight, versions
+from open_r1.data import PromptEncoder, load_rows
+from open_r1.grpo import reward_funcs_registry
+from tests.data_sets import encoded, table
+from tests.test_grpo import ROOT, flags, folder, parse, run  # noqa: F401 (folder is a fixture)
+from tests.tiny import PAD, noise_image, save_public_form, tiny_config, tiny_processor
 
+LETTERS = "def letters(completions, **kwargs): return [len(c[0]['content']) for c in completions]\n"
 FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 
 
@@ -40,7 +49,7 @@ def faults_of(base: Path, *flags) -> str:
     config = model_checks.check_config(base)
     found = [model_checks.check_weights(base, config)[1]]
     found += [model_checks.check_generation(base, config, args)[1]]
-    processor = preflight.open_processor(base, None, None)
+    processor = preflight.load_processor(base, None, None)
     found += [model_checks.check_processor(base, processor, config)[1]]
     found += [model_checks.check_template(base, processor)[1]]
     return "\n".join(fault for faults in found for fault in faults)
@@ -116,14 +125,14 @@ def test_a_processor_that_is_missing_or_of_another_model(base):
     change(base / "preprocessor_config.json", merge_size=2)
     vision = json.loads((base / "config.json").read_text())
     change(base / "config.json", image_token_id=7, vocab_size=200, vision_config=vision["vision_config"])
-    processor = preflight.open_processor(base, None, None)
+    processor = preflight.load_processor(base, None, None)
     config = model_checks.check_config(base)
     _, faults = model_checks.check_processor(base, processor, config)
     assert "the image token is 262 for the processor and 7 for the model" in faults[0]
     assert "the tokenizer has 264 tokens and the model 200" in faults[1]
     (base / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="has no processor that loads"):
-        preflight.open_processor(base, None, None)
+        preflight.load_processor(base, None, None)
 
 
 def test_generation_settings(base):
@@ -135,8 +144,12 @@ def test_generation_settings(base):
     assert faults_of(base, "--rollout_engine", "transformers") == ""
     config = model_checks.check_config(base)
     lines, _ = model_checks.check_generation(base, config, parse("--output_dir", "o", "--use_cpu", "true")[1])
-    assert "temperature 0.01, top_k 1, top_p 0.001 (greedy" in lines[0]
-    assert "repetition_penalty 1.05 acts in validation, as in the grader, and not in rollouts" in lines[2]
+    assert lines == [
+        "rollouts: --temperature 1 --top_p 1 --top_k 0; validation and grader: greedy",
+        "not used: generation_config.json's temperature 0.01, top_k 1, top_p 0.001 (always the likeliest "
+        "token: nothing would be learned)",
+        "its repetition_penalty 1.05 acts in validation and the grader, not in rollouts",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +172,133 @@ def test_a_template_that_does_not_fit(base, old, new, sentence):
 def test_no_template(base):
     (base / "chat_template.json").unlink()
     assert "no chat template that renders the grader's prompt" in faults_of(base)
+
+
+# --- data and rewards ---------------------------------------------------------------------------------------
+
+
+def test_the_facts_are_those_of_the_encoded_prompts(tmp_path):
+    """Token counts come from headers and texts alone, and are exactly what the encoder makes."""
+    sizes = [(60, 40), (500, 30), (31, 400), (1000, 700), (64, 64)]
+    pictures = [encoded(noise_image(n, *size)) for n, size in enumerate(sizes)]
+    rows = table(pictures, [f"How many{' red' * n}?" for n in range(5)], [1, 7, 2, 12, 30])
+    rows.save_to_disk(tmp_path / "d")
+    data, processor = load_rows(tmp_path / "d"), tiny_processor()
+    order = [4, 1, 2, 3, 0]
+    facts = data_survey.row_facts(data, processor, order, num_workers=0)
+    encoder = PromptEncoder(processor, tiny_config(), prompt_mix=0, keep_images=False, seed=0)
+    assert [fact.tokens for fact in facts] == [len(encoder.encode(data, n).input_ids) for n in order]
+    assert data_survey.check_answers(facts) == (["1:20% 2:20% 7:20% 11+:40%, above six 60% of the rows"], [])
+    lines, _ = data_survey.check_images(data, processor, facts)
+    assert lines == ["1 a row, 60 x 40 to 1000 x 700 pixels, 4 to 900 tokens each"]
+    lines, faults = data_survey.check_prompts(data, order, facts, 1200, 256)
+    assert "1 rows exceed the model's 1,200" in lines[0] and "1 prompts of" in faults[0]
+    assert "(first row 3) and 256 new tokens exceed the model's 1,200: set --max_pixels lower" in faults[0]
+    assert data_survey.check_prompts(data, order, facts, 4096, 256)[1] == []
+
+
+def test_a_large_set_is_measured_on_rows_spread_over_it(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(preflight, "SURVEYED", 2)
+    table(solutions=[1, 2, 8, 4]).save_to_disk(tmp_path / "train")
+    run(folder, tmp_path / "out", "--dataset_name", tmp_path / "train", "--max_steps", 1, "--dry_run", "true")
+    shown = capsys.readouterr().out
+    assert "answers      1:50% 8:50%, above six 50% of the rows" in shown
+    assert "(this and the next two of 2 rows, evenly spaced)" in shown and "4 of 4 rows used" in shown
+
+
+def test_rows_without_images_answers_or_columns(folder, tmp_path):  # noqa: F811
+    table([None] * 4).save_to_disk(tmp_path / "blind")
+    table(solutions=["many", "3", "", "five"]).save_to_disk(tmp_path / "unanswered")
+    table().remove_columns("problem").save_to_disk(tmp_path / "unasked")
+    for name, sentence in (
+        ("blind", "blind has no images: name their column image or images"),
+        ("unanswered", "3 of the 4 rows .* cannot be used:\n .*row 0: solution 'many' is not a count"),
+        ("unasked", "has no column problem or question; it has solution"),
+    ):
+        with pytest.raises(preflight.NotReady, match=sentence):
+            run(folder, tmp_path / "out", "--dataset_name", tmp_path / name, "--max_steps", 1)
+
+
+def test_a_reward_that_fails_on_gold(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    def broken(completions, answer, **kwargs):
+        return [float(c[0]["content"]) - a for c, a in zip(completions, answer, strict=True)]
+
+    monkeypatch.setitem(reward_funcs_registry, "broken", broken)
+    with pytest.raises(preflight.NotReady, match="reward broken raised ValueError.*tried on gold answers"):
+        run(
+            folder, tmp_path / "out", "--max_steps", 1, "--reward_funcs", "accuracy", "broken",
+            "--reward_weights", 1, 1,
+        )  # fmt: skip
+    assert "broken                         1        failed        failed" in capsys.readouterr().out
+
+
+# --- the machine --------------------------------------------------------------------------------------------
+
+
+def test_packages_that_were_never_tested(monkeypatch):
+    real, others = versions.installed, {"trl": "0.14.0", "peft": None}
+    monkeypatch.setattr(versions, "installed", lambda name: others[name] if name in others else real(name))
+    lines, faults = machine_checks.check_packages()
+    assert "trl 0.14.0" in lines[0]
+    assert re.search(r"trl>=.* \(here: 0.14.0\) was never tested; install from", faults[0])
+    assert re.search(r"peft>=.* \(here: none\) is needed", faults[1])
+
+
+GPU = machine_checks.Device("Card", free=40 * 2**30, total=48 * 2**30)
+
+
+def gpu_args(processes: int, **values) -> SimpleNamespace:
+    common = {"device": torch.device("cuda"), "use_cpu": False, "n_gpu": 1, "bf16": True, "beta": 0.0}
+    common |= {"processes": processes, "world_size": processes, "optim": "adamw_torch_fused"}
+    return SimpleNamespace(**common | values)
+
+
+def test_gpus_that_are_not_there_or_not_used(monkeypatch):
+    lines, faults = machine_checks.check_devices([GPU, GPU], gpu_args(2))
+    assert lines == ["2 x Card: 40.0, 40.0 of 48.0 GiB free"] and not faults
+    alone = gpu_args(1, n_gpu=2)
+    assert "2 GPUs are visible to a single process" in machine_checks.check_devices([GPU], alone)[1][0]
+    none = gpu_args(1, device=torch.device("cpu"))
+    assert "no GPU is visible" in machine_checks.check_devices([GPU], none)[1][0]
+
+
+def test_memory_that_is_certain_to_be_needed():
+    """The 2B model: two cards share 18 bytes a parameter and hold a copy of 2 each; one keeps 16."""
+    parameters, gib = 2_208_985_600, 2**30
+    both = machine_checks.certain_bytes(parameters, gpu_args(2), stage=3)
+    assert sum(both.values()) == parameters * (2 + 4 + 8 + 4) // 2 + parameters * 2
+    alone = machine_checks.certain_bytes(parameters, gpu_args(1, beta=0.04), stage=0)
+    assert sum(alone.values()) == parameters * (4 + 8 + 4 + 2 + 2) and "weights" not in alone
+    assert machine_checks.check_memory([GPU, GPU], parameters, gpu_args(2), 3)[1] == []
+    full = machine_checks.Device("Card", free=10 * gib, total=48 * gib)
+    _, faults = machine_checks.check_memory([GPU, full], parameters, gpu_args(2), 3)
+    assert len(faults) == 1 and "GPU 1 (Card) has 10.0 GiB free and 22.6 are needed" in faults[0]
+    host = machine_checks.Device("CPU", free=80 * gib, total=96 * gib)  # two processes share it
+    on_cpu = gpu_args(2, device=torch.device("cpu"), bf16=False)
+    _, faults = machine_checks.check_memory([host, host], parameters, on_cpu, 0)
+    assert len(faults) == 1 and "CPU has 80.0 GiB free and 82.3 are needed" in faults[0]
+
+
+# --- several ranks
+
+
+def test_a_fault_of_another_rank_is_in_the_one_list(folder, tmp_path):  # noqa: F811
+    """Rank 1 alone cannot import the reward. Both ranks end, rank 0 speaks, and nobody waits."""
+    (tmp_path / "fickle.py").write_text("import os\nif os.environ['RANK'] == '0':\n    " + LETTERS)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+        ROOT / "open_r1/grpo.py", *flags(folder, tmp_path / "out", "--max_steps", 1, "--num_generations", 1),
+        "--reward_funcs", "fickle.letters", "--reward_weights", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and done.stdout.count("packages ") == 1
+    said = done.stderr[done.stderr.index("grpo.py: not ready") :]
+    assert said.startswith("grpo.py: not ready: 2 things to change\n  1. --num_generations 1")
+    assert "\n  2. rank 1: --reward_funcs fickle.letters could not be imported" in said
+    assert said.count("grpo.py: ") == 1
 
 
 # --- the screen ---------------------------------------------------------------------------------------------

@@ -41,8 +41,9 @@ case "$*" in
         [[ -z ${STUB_PIP_SLEEP:-} ]] || sleep "$STUB_PIP_SLEEP"
         [[ ${STUB_PIP:-0} == 0 ]] || exit "$STUB_PIP"
         touch "$(dirname "$me")/installed" ;;
+    *status.py*) exit "${@: -1}" ;;
     *selfcheck.py*) exit "${STUB_SELFCHECK:-0}" ;;
-    *grpo.py*) env | grep -q "^CUDA_VISIBLE_DEVICES=$" && touch "$STUB_LOG.no_gpu"; exit "${STUB_TRAIN:-0}" ;;
+    *grpo.py*) echo "${CUDA_VISIBLE_DEVICES-all}" >"$STUB_LOG.gpus"; exit "${STUB_TRAIN:-0}" ;;
 esac
 """
 
@@ -275,7 +276,7 @@ def test_no_gpu_is_one_plain_process(full_box: Box):
     assert call[1] == f"{full_box.repo}/open_r1/grpo.py"
     assert value(call, "--use_cpu") == "true" and value(call, "--bf16") == "false"
     assert "--deepspeed" not in call
-    assert Path(f"{full_box.log}.no_gpu").exists()
+    assert Path(f"{full_box.log}.gpus").read_text() == "\n"
 
 
 @pytest.mark.parametrize("number", ["3", "two", "-1"])
@@ -293,6 +294,13 @@ def test_a_dry_run_launches_nothing(full_box: Box, switch: list[str]):
     assert call[1] == f"{full_box.repo}/open_r1/grpo.py"
     assert call[-len(switch) :] == switch
     assert full_box.calls_with("accelerate.commands.launch") == full_box.calls_with("selfcheck.py") == []
+
+
+@pytest.mark.parametrize("seen, shown", [({}, "0,1"), ({"CUDA_VISIBLE_DEVICES": "5,2,7"}, "5,2")])
+def test_a_dry_run_sees_the_gpus_of_the_run(full_box: Box, seen: dict[str, str], shown: str):
+    """It counts on a process for each."""
+    full_box.run("--dry_run", STUB_GPUS=3, NUM_GPUS=2, **seen)
+    assert Path(f"{full_box.log}.gpus").read_text() == f"{shown}\n"
 
 
 def test_dry_run_false_is_a_run(full_box: Box):

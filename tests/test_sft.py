@@ -9,7 +9,8 @@ from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
 from open_r1.checkpoint import load_policy
-from open_r1.data import DataError, PromptEncoder, load_processor, load_rows
+from open_r1.data import DataError, PromptEncoder, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE
 from open_r1.sft import DemonstrationArguments, SFTArguments, demonstrations, run
 
@@ -86,7 +87,7 @@ def test_images_are_decoded_when_asked_for(rows):
     (rows.parent / "2.png").write_bytes(b"no image")
     made = demonstrations(load_rows(rows), DemonstrationArguments(dataset_name=str(rows)), seed=0)
     assert made[1]["images"][0].size == (84, 84)
-    with pytest.raises(DataError, match="cannot be decoded"):
+    with pytest.raises(DataError, match="cannot be opened"):
         made[2]
 
 

@@ -267,7 +267,7 @@ def a_file(sub: Path, base: Path) -> None:
     "stands, words",
     [
         (junk, "no readable config.json"),
-        (broken_model, "cannot be loaded"),
+        (broken_model, "has 5,000 bytes and"),
         (model_with_nan, "not finite"),
         (larger_model, "tensors are not those of"),
         (a_file, "is not a folder"),

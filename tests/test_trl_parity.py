@@ -9,7 +9,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from open_r1.arguments import GRPOArguments
 from open_r1.checkpoint import load_policy
-from open_r1.data import PromptEncoder, load_processor, load_rows
+from open_r1.data import PromptEncoder, load_rows
+from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE
 from open_r1.rewards import RewardCaller, resolve_rewards
 from open_r1.rollout import Engine
@@ -37,7 +38,7 @@ def letters(completion_ids, **kwargs):
 class Scripted(Engine):
     """A rollout engine that says what the test wants."""
 
-    def generate(self, prompts, num_generations, sampling: Sampling, keys=None):
+    def generate(self, prompts, num_generations, sampling: Sampling, keys=None, interrupted=None):
         return [
             [
                 self.completion(

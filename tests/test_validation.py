@@ -37,7 +37,7 @@ class FakeEngine:
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, num_generations, sampling, keys):
+    def generate(self, prompts, num_generations, sampling, keys, interrupted):
         self.calls.append(SimpleNamespace(prompts=prompts, sampling=sampling))
         assert num_generations == 1 and keys is None
         assert all(torch.equal(p.pixel_values, torch.full((4, 6), float(p.row))) for p in prompts)

@@ -75,7 +75,8 @@ for flag in ${flags[@]+"${flags[@]}"}; do
 done
 
 measure "$MODEL" "$OUT/before"
-bash "$ROOT/train.sh" "${recipe[@]}" ${flags[@]+"${flags[@]}"}
+run_stoppable bash "$ROOT/train.sh" "${recipe[@]}" ${flags[@]+"${flags[@]}"}
+((code == 0)) || exit "$code"
 measure "$SUBMISSION" "$OUT/after"
 "$PYTHON" "$DEMO/report.py" "$OUT/before" "$OUT/after"
 exit 0

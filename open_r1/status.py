@@ -1,0 +1,65 @@
+"""What became of a run: OUT/status.json, and what train.sh makes of it.
+
+    python open_r1/status.py OUT SINCE CODE
+
+prints how the run in OUT ended and exits with the run's own exit code: launchers return 1 for everything.
+Rank 0 writes status.json, each rank that fails of itself status-rankN.json. SINCE (seconds since 1970)
+leaves out what an earlier run wrote, CODE is the launcher's. Only the standard library is imported.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+FAILED, NOT_FINITE, REWARD, DIED = 1, 65, 66, 67  # exit codes; a signal's is 128 + its number
+# The errors of ranks that were talking to one that died.
+PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|NCCL|ProcessGroup|process group|TCPStore")
+AGAIN = "The same command goes on from the newest complete checkpoint."
+
+
+def write_status(path: Path, cause: str, message: str, exit_code: int | None, **more) -> None:
+    """`path` holds the old status or the new one, whatever happens."""
+    status = {"cause": cause, "message": message, "exit_code": exit_code, "time": time.time(), **more}
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(status) + "\n")
+    os.replace(temporary, path)
+
+
+def ending(out: Path, since: float, code: int) -> tuple[str, int]:
+    """The last line about the run in `out` and its exit code, given what the launcher returned."""
+    statuses = [_read(path) for path in sorted(out.glob("status*.json"))]
+    run, *failures = [s for s in statuses if s and s["time"] >= since] or [None]
+    if run is None or "rank" in run:
+        return ("" if code == 0 else "The run ended before its first update; the reason stands above."), code
+    if run["cause"] != "running":
+        return run["message"], run["exit_code"]
+    own = [failure for failure in failures if not PEER.search(failure["message"])]
+    if own:
+        first = min(own, key=lambda failure: failure["time"])
+        return f"Rank {first['rank']} failed: {first['message']} {AGAIN}", first["exit_code"]
+    return (
+        "A process died without a word: killed by hand, or for want of memory; the launcher's lines above "
+        f"name it. {AGAIN}"
+    ), DIED
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:  # not ours
+        return None
+
+
+def main() -> int:
+    out, since, code = sys.argv[1:]
+    line, code = ending(Path(out), float(since), int(code))
+    if line and code:
+        print(f"train.sh: exit code {code}: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
