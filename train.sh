@@ -187,7 +187,7 @@ else
     # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and later).
     export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
     # `accelerate launch` of this very Python, wherever its scripts lie.
-    run_stoppable "$PYTHON" -m accelerate.commands.launch "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
+    run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
         --deepspeed "$ROOT/zero3.json" "$@"
 fi
 "$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0
