@@ -288,7 +288,8 @@ def test_a_fault_of_another_rank_is_in_the_one_list(folder, tmp_path):  # noqa: 
     (tmp_path / "fickle.py").write_text("import os\nif os.environ['RANK'] == '0':\n    " + LETTERS)
     command = [
         sys.executable, ROOT / "scripts/launch.py", "--multi_gpu", "--num_machines", "1",
-        "--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no",
+        "--dynamo_backend", "no",
         ROOT / "open_r1/grpo.py", *flags(folder, tmp_path / "out", "--max_steps", 1, "--num_generations", 1),
         "--reward_funcs", "fickle.letters", "--reward_weights", "1",
     ]  # fmt: skip
