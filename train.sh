@@ -35,7 +35,7 @@ choose() {
     if [[ -n $flag ]]; then
         printf -v "$1" %s "$flag"
     elif [[ -n ${!1:-} ]]; then
-        [[ -e ${!1} ]] || die "$1=${!1} does not exist; set $1 to what is on disk, or give --$2 a hub name"
+        [[ -e ${!1} ]] || missing+=("$1=${!1} does not exist; set $1 to what is on disk, or give --$2 a hub name")
     elif [[ -e $3 ]]; then
         printf -v "$1" %s "$3"
     else
@@ -43,6 +43,7 @@ choose() {
     fi
 }
 
+missing=() # told all together
 choose MODEL model_name_or_path /app/models/Qwen2-VL-2B-Instruct
 choose DATA dataset_name /app/data/train
 choose VAL val_dataset /app/data/val
@@ -58,11 +59,12 @@ For the real recipe: MODEL=folder DATA=folder VAL=folder OOD_VAL=folder bash tra
 BANNER
     exec bash "$ROOT/methods/demo/train.sh" "$@"
 fi
-[[ -n $MODEL ]] || die "MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder"
-[[ -n $DATA ]] || die "DATA is not set and its default does not exist; set DATA to the training rows"
+[[ -n $MODEL ]] || missing+=("MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder")
+[[ -n $DATA ]] || missing+=("DATA is not set and its default does not exist; set DATA to the training rows")
 
-[[ -n $VAL || -n $OOD_VAL ]] ||
-    die "neither VAL nor OOD_VAL is set and their defaults do not exist; set one: the best model is chosen on its rows"
+[[ -n $VAL || -n $OOD_VAL ]] || missing+=("neither VAL nor OOD_VAL is set and their defaults do not exist; set one: \
+the best model is chosen on its rows")
+[[ ${#missing[@]} == 0 ]] || die "$(printf '%s\n' "${missing[@]}")"
 
 out=$(given output_dir)
 submission=$(given submission_dir)

@@ -152,14 +152,16 @@ def test_a_variable_that_names_nothing_is_an_error(
 ):
     box = request.getfixturevalue(fixture)
     result = box.run(**{name: tmp_path / "nowhere"})
-    assert f"{name}={tmp_path / 'nowhere'} does not exist" in one_sentence(result)
+    assert f"{name}={tmp_path / 'nowhere'} does not exist" in result.stderr and result.returncode == 1
     assert "demo:" not in result.stdout
     assert box.calls == []
 
 
 def test_a_model_without_data_is_an_error_and_no_demo(box: Box, tmp_path: Path):
-    result = box.run(MODEL=tmp_path)
-    assert "set DATA" in one_sentence(result)
+    result = box.run(MODEL=tmp_path, OOD_VAL=tmp_path / "nowhere")
+    assert result.returncode == 1
+    faults = result.stderr.splitlines()  # all of them
+    assert len(faults) == 2 and "nowhere does not exist" in faults[0] and "set DATA" in faults[1]
     assert "demo:" not in result.stdout
 
 
