@@ -49,7 +49,7 @@ choose DATA dataset_name /app/data/train
 choose VAL val_dataset /app/data/val
 choose OOD_VAL ood_val_dataset /app/data/ood_val
 
-if [[ ! -e /app/models && ! -e /app/data && -z $MODEL && -z $DATA ]]; then
+if [[ ! -e /app/models && ! -e /app/data && -z $MODEL && -z $DATA && ${#missing[@]} == 0 ]]; then
     cat <<BANNER
 --------------------------------------------------------------------------------------------
 There is neither /app/models nor /app/data, and neither MODEL nor DATA is set.
