@@ -35,7 +35,7 @@ choose() {
     if [[ -n $flag ]]; then
         printf -v "$1" %s "$flag"
     elif [[ -n ${!1:-} ]]; then
-        [[ -e ${!1} ]] || die "$1=${!1} does not exist; set $1 to what is on disk, or give --$2 a hub name"
+        [[ -e ${!1} ]] || missing+=("$1=${!1} does not exist; set $1 to what is on disk, or give --$2 a hub name")
     elif [[ -e $3 ]]; then
         printf -v "$1" %s "$3"
     else
@@ -43,12 +43,13 @@ choose() {
     fi
 }
 
+missing=() # told all together
 choose MODEL model_name_or_path /app/models/Qwen2-VL-2B-Instruct
 choose DATA dataset_name /app/data/train
 choose VAL val_dataset /app/data/val
 choose OOD_VAL ood_val_dataset /app/data/ood_val
 
-if [[ ! -e /app/models && ! -e /app/data && -z $MODEL && -z $DATA ]]; then
+if [[ ! -e /app/models && ! -e /app/data && -z $MODEL && -z $DATA && ${#missing[@]} == 0 ]]; then
     cat <<BANNER
 --------------------------------------------------------------------------------------------
 There is neither /app/models nor /app/data, and neither MODEL nor DATA is set.
@@ -58,11 +59,12 @@ For the real recipe: MODEL=folder DATA=folder VAL=folder OOD_VAL=folder bash tra
 BANNER
     exec bash "$ROOT/methods/demo/train.sh" "$@"
 fi
-[[ -n $MODEL ]] || die "MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder"
-[[ -n $DATA ]] || die "DATA is not set and its default does not exist; set DATA to the training rows"
+[[ -n $MODEL ]] || missing+=("MODEL is not set and its default does not exist; set MODEL to a Qwen2-VL folder")
+[[ -n $DATA ]] || missing+=("DATA is not set and its default does not exist; set DATA to the training rows")
 
-[[ -n $VAL || -n $OOD_VAL ]] ||
-    die "neither VAL nor OOD_VAL is set and their defaults do not exist; set one: the best model is chosen on its rows"
+[[ -n $VAL || -n $OOD_VAL ]] || missing+=("neither VAL nor OOD_VAL is set and their defaults do not exist; set one: \
+the best model is chosen on its rows")
+[[ ${#missing[@]} == 0 ]] || die "$(printf '%s\n' "${missing[@]}")"
 
 out=$(given output_dir)
 submission=$(given submission_dir)
@@ -187,7 +189,7 @@ else
     # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and later).
     export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
     # `accelerate launch` of this very Python, wherever its scripts lie.
-    run_stoppable "$PYTHON" -m accelerate.commands.launch "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
+    run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
         --deepspeed "$ROOT/zero3.json" "$@"
 fi
 "$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0

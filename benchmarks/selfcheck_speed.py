@@ -24,9 +24,7 @@ class GenerateEngine(Engine):
     """What people write who batch the grader's loop: prompts padded on the left, one `model.generate`."""
 
     @torch.no_grad()
-    def generate(
-        self, prompts: list[Prompt], num_generations: int, sampling: Sampling, keys=None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: list[Prompt], num: int, sampling: Sampling, *rest) -> list[list[Completion]]:
         tokenizer, device = self.processor.tokenizer, self.model.device
         padded = tokenizer.pad({"input_ids": [p.input_ids for p in prompts]}, return_tensors="pt").to(device)
         ids: Tensor = padded["input_ids"]  # [B, P], padded on the left

@@ -331,7 +331,8 @@ def check_checkpoint(run: Run) -> Found:
 
 
 def check_hours(run: Run) -> Found:
-    return ["the plan of hours is printed after the third update, once the length of one is known"], []
+    limit = f"at most {run.args.max_hours:g} (--max_hours); " if run.args.max_hours else ""
+    return [f"{limit}a plan of them is printed after the third update, once the length of one is known"], []
 
 
 CHECKS = [  # name, function, what an earlier check must have left in the Run

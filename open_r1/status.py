@@ -30,13 +30,15 @@ def write_status(path: Path, cause: str, message: str, exit_code: int | None, **
 
 def ending(out: Path, since: float, code: int) -> tuple[str, int]:
     """The last line about the run in `out` and its exit code, given what the launcher returned."""
-    statuses = [_read(path) for path in sorted(out.glob("status*.json"))]
-    run, *failures = [s for s in statuses if s and s["time"] >= since] or [None]
-    if run is None or "rank" in run:
+    run, *failures = [
+        status if (status := _read(path)) and status["time"] >= since else None
+        for path in (out / "status.json", *out.glob("status-rank*.json"))
+    ]
+    if run is None:
         return ("" if code == 0 else "The run ended before its first update; the reason stands above."), code
     if run["cause"] != "running":
         return run["message"], run["exit_code"]
-    own = [failure for failure in failures if not PEER.search(failure["message"])]
+    own = [failure for failure in failures if failure and not PEER.search(failure["message"])]
     if own:
         first = min(own, key=lambda failure: failure["time"])
         return f"Rank {first['rank']} failed: {first['message']} {AGAIN}", first["exit_code"]
@@ -49,7 +51,7 @@ def ending(out: Path, since: float, code: int) -> tuple[str, int]:
 def _read(path: Path) -> dict | None:
     try:
         return json.loads(path.read_bytes())
-    except ValueError:  # not ours
+    except (FileNotFoundError, ValueError):  # none, or not ours
         return None
 
 

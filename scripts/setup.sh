@@ -85,7 +85,7 @@ run_stoppable() {
 # pass_on SIGNAL: to what run_stoppable runs. A launcher is left out: it would kill its processes after a while.
 pass_on() {
     local processes=$child
-    if [[ $(tr '\0' ' ' <"/proc/$child/cmdline") == *" -m accelerate.commands.launch "* ]]; then
+    if [[ $(tr '\0' ' ' <"/proc/$child/cmdline") == *"/scripts/launch.py "* ]]; then
         processes=$(grep -l "^PPid:[[:space:]]*$child\$" /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3) || true
     fi
     # shellcheck disable=SC2086 # a list

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from open_r1 import data_survey, machine_checks, model_checks, preflight, versions
+from open_r1 import data_survey, machine_checks, model_checks, preflight, status, versions
 from open_r1.data import PromptEncoder, load_rows
 from open_r1.grpo import reward_funcs_registry
 from tests.data_sets import encoded, table
@@ -286,7 +287,9 @@ def test_a_fault_of_another_rank_is_in_the_one_list(folder, tmp_path):  # noqa: 
     """Rank 1 alone cannot import the reward. Both ranks end, rank 0 speaks, and nobody waits."""
     (tmp_path / "fickle.py").write_text("import os\nif os.environ['RANK'] == '0':\n    " + LETTERS)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone",
+        sys.executable, ROOT / "scripts/launch.py", "--multi_gpu", "--num_machines", "1",
+        "--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no",
+        "--dynamo_backend", "no",
         ROOT / "open_r1/grpo.py", *flags(folder, tmp_path / "out", "--max_steps", 1, "--num_generations", 1),
         "--reward_funcs", "fickle.letters", "--reward_weights", "1",
     ]  # fmt: skip
@@ -298,7 +301,8 @@ def test_a_fault_of_another_rank_is_in_the_one_list(folder, tmp_path):  # noqa: 
     said = done.stderr[done.stderr.index("grpo.py: not ready") :]
     assert said.startswith("grpo.py: not ready: 2 things to change\n  1. --num_generations 1")
     assert "\n  2. rank 1: --reward_funcs fickle.letters could not be imported" in said
-    assert said.count("grpo.py: ") == 1
+    assert said.count("grpo.py: ") == 1 and "Traceback" not in said
+    assert re.fullmatch("launch.py: process [01] ended first, with exit code 1", said.splitlines()[-1])
 
 
 # --- the screen ---------------------------------------------------------------------------------------------
@@ -324,3 +328,16 @@ def test_all_faults_come_together_and_only_a_run_that_starts_keeps_its_screen(
     shown, kept = capsys.readouterr().out, (tmp_path / "out/preflight.txt").read_text()
     assert kept in shown and kept.endswith("\nready\n")
     assert all(len(line) <= preflight.WIDTH for line in kept.splitlines())
+
+
+def test_the_last_line_of_a_launched_run_names_what_failed(tmp_path):
+    """status.json and those of ranks, in whatever order a folder lists them."""
+    since = time.time()
+    assert "before its first update" in status.ending(tmp_path, since, 1)[0]
+    status.write_status(tmp_path / "status.json", "running", "The run goes on.", None)
+    assert status.ending(tmp_path, since, 1)[1] == status.DIED
+    status.write_status(tmp_path / "status-rank1.json", "failed", "ValueError: no", 65, rank=1)
+    status.write_status(tmp_path / "status-rank0.json", "failed", "RuntimeError: NCCL error", 1, rank=0)
+    line, code = status.ending(tmp_path, since, 1)
+    assert line.startswith("Rank 1 failed: ValueError: no") and code == 65
+    assert status.ending(tmp_path, since + 60, 0) == ("", 0)  # of an earlier run

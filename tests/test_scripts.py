@@ -152,14 +152,16 @@ def test_a_variable_that_names_nothing_is_an_error(
 ):
     box = request.getfixturevalue(fixture)
     result = box.run(**{name: tmp_path / "nowhere"})
-    assert f"{name}={tmp_path / 'nowhere'} does not exist" in one_sentence(result)
+    assert f"{name}={tmp_path / 'nowhere'} does not exist" in result.stderr and result.returncode == 1
     assert "demo:" not in result.stdout
     assert box.calls == []
 
 
 def test_a_model_without_data_is_an_error_and_no_demo(box: Box, tmp_path: Path):
-    result = box.run(MODEL=tmp_path)
-    assert "set DATA" in one_sentence(result)
+    result = box.run(MODEL=tmp_path, OOD_VAL=tmp_path / "nowhere")
+    assert result.returncode == 1
+    faults = result.stderr.splitlines()  # all of them
+    assert len(faults) == 2 and "nowhere does not exist" in faults[0] and "set DATA" in faults[1]
     assert "demo:" not in result.stdout
 
 
@@ -258,7 +260,7 @@ def test_two_gpus_are_launched_under_zero3_and_the_users_flags_come_last(full_bo
     mine = ["--max_steps", "7", "--my text", "a b", ""]
     assert full_box.run(*mine, STUB_GPUS=4, NUM_GPUS=2).returncode == 0
     call = full_box.training()
-    assert call[1:3] == ["-m", "accelerate.commands.launch"]
+    assert call[1] == f"{full_box.repo}/scripts/launch.py"
     launcher, script = call[: call.index(f"{full_box.repo}/open_r1/grpo.py")], call[-len(mine) :]
     assert value(launcher, "--num_processes") == "2"
     assert (
@@ -293,7 +295,7 @@ def test_a_dry_run_launches_nothing(full_box: Box, switch: list[str]):
     call = full_box.training()
     assert call[1] == f"{full_box.repo}/open_r1/grpo.py"
     assert call[-len(switch) :] == switch
-    assert full_box.calls_with("accelerate.commands.launch") == full_box.calls_with("selfcheck.py") == []
+    assert full_box.calls_with("launch.py") == full_box.calls_with("selfcheck.py") == []
 
 
 @pytest.mark.parametrize("seen, shown", [({}, "0,1"), ({"CUDA_VISIBLE_DEVICES": "5,2,7"}, "5,2")])
@@ -305,7 +307,7 @@ def test_a_dry_run_sees_the_gpus_of_the_run(full_box: Box, seen: dict[str, str],
 
 def test_dry_run_false_is_a_run(full_box: Box):
     full_box.run("--dry_run", "false", STUB_GPUS=2)
-    assert full_box.calls_with("accelerate.commands.launch")
+    assert full_box.calls_with("launch.py")
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
