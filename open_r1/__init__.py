@@ -2,6 +2,7 @@
 
 import os
 
-# Set before any Hugging Face library is imported: a training run reports to nobody unless its user says so.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+from open_r1.network import stay_offline
+
+stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

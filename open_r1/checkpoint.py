@@ -15,6 +15,8 @@ from transformers import AutoProcessor, Qwen2VLConfig, Qwen2VLForConditionalGene
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import logging as transformers_logging
 
+from open_r1.network import hub_lookup
+
 MODEL_TYPE = "qwen2_vl"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -35,7 +37,8 @@ def local_model(name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(name)))
+        with hub_lookup():
+            return Path(snapshot_download(str(name)))
     except Exception as error:  # no such model, no network, no valid name
         reason = _first_line(error)
         raise ValueError(f"{name} is no folder, and the hub does not give it ({reason}).") from error

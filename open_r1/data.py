@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLModel, Qwen2VLProcessor
 
 from open_r1.images import DataError, check_size, decode, encoded_images, first_line, open_images
+from open_r1.network import hub_lookup
 from open_r1.processor import refuse_long_prompt, refuse_misfit, refuse_special_tokens, smallest_side
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE, conversation, extract_answer
 
@@ -186,7 +187,8 @@ def _from_hub(source: str, config: str | None) -> DatasetDict:
     if looks_like_path or source.endswith((".jsonl", ".parquet")):
         raise DataError(f"there is no data at {source}")
     try:
-        return load_dataset(source, config)
+        with hub_lookup():
+            return load_dataset(source, config)
     except OSError as error:
         raise DataError(f"there is no data at {source}, and none came from the hub: {error}") from error
 

@@ -24,6 +24,7 @@ from .checkpoint import complete_marker, local_model, newest_complete, write_ato
 from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .machine_checks import number_of
+from .pickles import refuse_code
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
@@ -326,6 +327,7 @@ def check_checkpoint(run: Run) -> Found:
             "another OUT"
         )
     if run.done:
+        refuse_code(run.done[0])
         return [f"goes on from {run.done[0]}"], []
     return [f"anew from the model: {run.out} has no checkpoint"], []
 
