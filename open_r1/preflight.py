@@ -31,6 +31,8 @@ from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
+# What the user calls a thing that a check needs.
+WORDS = {"config": "model", "parameters": "model", "rows": "train", "facts": "train"}
 Found = tuple[list[str], list[str]]  # lines, faults
 
 
@@ -105,18 +107,22 @@ def look(run: Run) -> Found:
     """The lines and the faults of all checks."""
     screen, faults, shown = [], [], ""
     for name, check, needs in CHECKS:
-        lacking = [need for need in needs if getattr(run, need) is None]
+        lacking = {WORDS.get(need, need) for need in needs if getattr(run, need) is None}
+        if lacking and name == shown:
+            continue  # its own first part has said why
         if lacking:
-            screen += entry(name, [f"not looked at, since it needs {' and '.join(lacking)}"])
-            continue
-        try:
-            lines, found = check(run)
-        except (ValueError, RewardError) as refusal:
-            lines, found = [], [str(refusal)]
-        lines = lines or ["see the list below"] if found else lines
+            lines, found = [f"not looked at: {' and '.join(sorted(lacking))} must be right first"], []
+        else:
+            try:
+                lines, found = check(run)
+            except (ValueError, RewardError) as refusal:
+                lines, found = [], [str(refusal)]
+        numbers = range(len(faults) + 1, len(faults) + len(found) + 1)
+        faults += found
+        if found:
+            lines = [*lines, f"-> {', '.join(map(str, numbers))} below"]
         screen += entry("" if name == shown else name, lines)
         shown = name if lines else shown
-        faults += found
     return screen, faults
 
 
@@ -135,7 +141,10 @@ def to_change(faults: list[str]) -> str:
 
 
 def check_flags(run: Run) -> Found:
-    check_args(run.recipe, run.args, run.model_args)
+    try:
+        check_args(run.recipe, run.args, run.model_args)
+    except ValueError as refusals:
+        return [], str(refusals).splitlines()  # a sentence each
     run.flags = True
     return [], []
 
@@ -176,15 +185,17 @@ def check_template(run: Run) -> Found:
 
 
 def check_data(run: Run) -> Found:
-    recipe = run.recipe
-    run.data = load_rows(recipe.dataset_name, recipe.dataset_train_split, recipe.dataset_config)
-    named = {"val": recipe.val_dataset, "ood_val": recipe.ood_val_dataset}
-    run.validation_sets = {
-        name: load_rows(source, recipe.dataset_test_split, recipe.dataset_config)
-        for name, source in named.items()
-        if source
-    }
-    return [], []
+    recipe, sets, faults = run.recipe, {}, []
+    named = {"train": recipe.dataset_name, "val": recipe.val_dataset, "ood_val": recipe.ood_val_dataset}
+    for name, source in named.items():
+        split = recipe.dataset_train_split if name == "train" else recipe.dataset_test_split
+        try:
+            sets |= {name: load_rows(source, split, recipe.dataset_config)} if source else {}
+        except DataError as error:
+            faults.append(f"{name}: {error}")
+    run.data = sets.pop("train", None)
+    run.validation_sets = sets
+    return [], faults
 
 
 def check_training_rows(run: Run) -> Found:

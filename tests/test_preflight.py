@@ -230,7 +230,8 @@ def test_a_reward_that_fails_on_gold(folder, tmp_path, monkeypatch, capsys):  # 
             folder, tmp_path / "out", "--max_steps", 1, "--reward_funcs", "accuracy", "broken",
             "--reward_weights", 1, 1,
         )  # fmt: skip
-    assert "broken                         1        failed        failed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(r"broken +1 +failed +failed\n +-> 1, 2 below\n", shown)
 
 
 # --- the machine --------------------------------------------------------------------------------------------
@@ -316,13 +317,15 @@ def test_all_faults_come_together_and_only_a_run_that_starts_keeps_its_screen(
     with pytest.raises(preflight.NotReady) as refusal:
         run(
             folder, tmp_path / "out", "--model_name_or_path", base, "--dataset_name", "/nowhere",
-            "--reward_funcs", "lenght", "--num_generations", 1, "--max_steps", 1,
+            "--reward_funcs", "lenght", "--num_generations", 1, "--top_p", 2, "--max_steps", 1,
+            "--val_dataset", "/neither",
         )  # fmt: skip
     shown, found = capsys.readouterr().out, str(refusal.value)
-    assert found.splitlines()[0] == "not ready: 5 things to change"
-    for number, part in enumerate(("--num_generations 1", SECOND, "eos_token_id", "/nowhere", "lenght"), 1):
+    assert found.splitlines()[0] == "not ready: 7 things to change"
+    parts = ("--num_generations 1", "--top_p 2", SECOND, "eos_token_id", "train: ", "val: ", "lenght")
+    for number, part in enumerate(parts, start=1):
         assert part in found.splitlines()[number] and f"{number}. " in found.splitlines()[number]
-    assert "train        not looked at, since it needs data" in shown and "<|image_pad|>×187" in shown
+    assert "train        not looked at: data must be right first" in shown and "<|image_pad|>×187" in shown
     assert not (tmp_path / "out/preflight.txt").exists()
     run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
     shown, kept = capsys.readouterr().out, (tmp_path / "out/preflight.txt").read_text()
