@@ -1,7 +1,7 @@
 """Everything that can be known before the first update: one screen, and all faults together.
 
 Each check is a function of the Run. It returns the lines of the screen and the faults, and leaves in the Run
-what it opened; a ValueError that it raises is a fault too. A check whose needs an earlier one could not meet
+what it opened; what it refuses by raising is a fault too. A check whose needs an earlier one could not meet
 is left out, and its line says so.
 """
 
@@ -115,7 +115,7 @@ def look(run: Run) -> Found:
         else:
             try:
                 lines, found = check(run)
-            except (ValueError, RewardError) as refusal:
+            except (ValueError, RewardError, OSError) as refusal:
                 lines, found = [], [str(refusal)]
         numbers = range(len(faults) + 1, len(faults) + len(found) + 1)
         faults += found
@@ -191,7 +191,7 @@ def check_data(run: Run) -> Found:
         split = recipe.dataset_train_split if name == "train" else recipe.dataset_test_split
         try:
             sets |= {name: load_rows(source, split, recipe.dataset_config)} if source else {}
-        except DataError as error:
+        except ValueError as error:
             faults.append(f"{name}: {error}")
     run.data = sets.pop("train", None)
     run.validation_sets = sets

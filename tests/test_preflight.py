@@ -344,3 +344,9 @@ def test_the_last_line_of_a_launched_run_names_what_failed(tmp_path):
     line, code = status.ending(tmp_path, since, 1)
     assert line.startswith("Rank 1 failed: ValueError: no") and code == 65
     assert status.ending(tmp_path, since + 60, 0) == ("", 0)  # of an earlier run
+
+
+def test_a_folder_that_cannot_be_made_is_a_fault_like_others(folder, tmp_path):  # noqa: F811
+    (tmp_path / "file").write_text("")
+    with pytest.raises(preflight.NotReady, match="1 thing to change\n  1. .*Not a directory"):
+        run(folder, tmp_path / "file/out", "--max_steps", 1, "--dry_run", "true")
