@@ -38,20 +38,21 @@ def peak_memory_gib() -> dict[str, float]:
 
 class UpdateClock(TrainerCallback):
     """Seconds of each update, from the end of one optimizer step to the end of the next: rollout, rewards,
-    forward, backward, step and logging. `at` maps a number of finished updates to what happens then."""
+    forward, backward, step and logging; and those of the processor, which other processes do not stretch.
+    `at` maps a number of finished updates to what happens then."""
 
     def __init__(self, at: dict[int, Callable[[], None]]):
-        self.at, self.updates = at, []
+        self.at, self.updates, self.processor = at, [], []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.last = now()
+        self.last, self.last_processor = now(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
-        ended = now()
-        self.updates.append(ended - self.last)
+        self.updates.append(now() - self.last)
+        self.processor.append(time.process_time() - self.last_processor)
         if len(self.updates) in self.at:
             self.at[len(self.updates)]()
-        self.last = now()
+        self.last, self.last_processor = now(), time.process_time()
 
 
 class PartsClock:

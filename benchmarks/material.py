@@ -5,6 +5,7 @@
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,13 +55,12 @@ def set_ends(base: Path, tokens: list[int]) -> None:
 
 
 def make(settings: Settings) -> None:
-    done = settings.base / "generation_config.json"
-    if not done.exists():
+    if not settings.base.exists():
         print(f"making {settings.base}", flush=True)
-        if settings.size == "2b":
-            make_base(settings.base)
-        else:
-            save_public_form(settings.base)
+        unfinished = settings.base.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        (make_base if settings.size == "2b" else save_public_form)(unfinished)
+        unfinished.rename(settings.base)
     if not (settings.rows / "state.json").exists():
         make_rows(settings)
     vocabulary = json.loads((settings.base / "config.json").read_text())["vocab_size"]

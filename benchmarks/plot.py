@@ -46,21 +46,22 @@ def draw(points: list[dict[str, Any]], picture: Path) -> None:
 
 def panel(axis, name: str, points: list[dict[str, Any]]) -> None:
     setting, title = PANELS[name]
-    newest = {point["settings"][setting]: point for point in points}  # a point measured again replaces itself
-    values = sorted(newest)
+    found: dict[int, dict[str, Any]] = {}  # sides may come from different commands; the newest counts
+    for point in points:
+        of = found.setdefault(point["settings"][setting], {"trl": {}})
+        of |= {key: point[key] for key in ("trl", *LINES) if point.get(key)}
+    values = sorted(found)
     for key, (label, style) in LINES.items():
-        at = [value for value in values if newest[value][key]]
-        axis.plot(at, [newest[value][key] for value in at], label=label, linewidth=2, markersize=6, **style)
-    for value in values:
-        point = newest[value]
-        if point["ratio"]:
-            place = (value, point["trl_s"])
-            axis.annotate(f"{point['ratio']:.1f}x", place, xytext=(0, 7), textcoords="offset points",
-                          ha="center", fontsize=9, color="#c1442e")  # fmt: skip
-        elif "error" in point.get("trl", {}):
-            place = (value, point["product_s"] or point["floor_s"])
-            axis.annotate(f"TRL: {point['trl']['error']}", place, xytext=(0, 9), textcoords="offset points",
-                          ha="right", fontsize=8, color="#c1442e")  # fmt: skip
+        at = [value for value in values if key in found[value]]
+        axis.plot(at, [found[value][key] for value in at], label=label, linewidth=2, markersize=6, **style)
+    for value, of in found.items():
+        beside = {"textcoords": "offset points", "color": LINES["trl_s"][1]["color"]}
+        if "trl_s" in of and "product_s" in of:
+            text, place = f"{of['trl_s'] / of['product_s']:.1f}x", (value, of["trl_s"])
+            axis.annotate(text, place, xytext=(0, 7), ha="center", fontsize=9, **beside)
+        elif "error" in of["trl"] and "product_s" in of:
+            text, place = f"TRL: {of['trl']['error']}", (value, of["product_s"])
+            axis.annotate(text, place, xytext=(0, 9), ha="right", fontsize=8, **beside)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")

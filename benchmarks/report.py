@@ -54,15 +54,24 @@ def _lines(point: Point) -> str:
         if found and "error" in found:
             lines.append(f"  {side:<8} {found['error']}")
         elif found:
-            first, peak = shown(found["first_update_s"]), memory(found["peak_gib"])
-            lines.append(f"  {side:<8} {shown(found['update_s']):>9}  (first {first}; peak {peak})")
+            more = f"first {shown(found['first_update_s'])}; peak {memory(found['peak_gib'])}"
+            more += f"; {shown(found['processor_s'])} of processor time"
+            lines.append(f"  {side:<8} {shown(found['update_s']):>9}  ({more})")
     lines.append(f"  floor    {shown(point['floor_s']):>9}")
     if point["ratio"]:
         lines.append(f"  ratio    {point['ratio']:>7.1f} x")
     for part, seconds in point.get("product", {}).get("parts_s", {}).items():
         least = point["floor_parts_s"].get(part)
         lines.append(f"    {PART_NAMES[part]:<28} {shown(seconds):>9}   floor {shown(least)}")
+    lines += [f"    {name:<28} {shown(s):>9}" for name, s in _smaller(point)]
     return "\n".join(lines)
+
+
+def _smaller(point: Point) -> list[tuple[str, float]]:
+    """Figures that compare between updates of different sizes."""
+    names = {"decode_step_s": "a decode step", "update_per_prompt_s": "forward + backward a prompt"}
+    product = point.get("product", {})
+    return [(name, product[key]) for key, name in names.items() if key in product]
 
 
 def _flat_lines(point: Point) -> str:
@@ -153,6 +162,7 @@ def _update_table(points: list[Point]) -> str:
 def _parts_table(point: Point) -> str:
     parts, floors = point["product"]["parts_s"], point["floor_parts_s"]
     rows = [[PART_NAMES[part], shown(s), shown(floors.get(part))] for part, s in parts.items()]
+    rows += [[name, shown(s), "-"] for name, s in _smaller(point)]
     return f"Parts of the product, {describe(point)}:\n\n" + _rows("part | time | floor", rows)
 
 

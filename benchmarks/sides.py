@@ -57,6 +57,7 @@ class Measurement:
         return {
             "update_s": statistics.median(updates[self.begin : self.end]),
             "updates_s": updates[self.begin : self.end],
+            "processor_s": statistics.median(self.clock.processor[self.begin : self.end]),
             "first_update_s": updates[0],
             "warmup_s": updates[: self.begin],
             "peak_gib": self.peak,
@@ -115,6 +116,8 @@ def measure_product(settings: Settings, out: Path) -> dict[str, Any]:
         timed = sum(measurement.clock.updates[measurement.end :]) / settings.parts_steps
         result["parts_s"] = per_update | {"other": timed - sum(per_update.values())}
         result["parts_update_s"] = timed
+        result["decode_step_s"] = per_update["decode"] / max(1, settings.new_tokens - 1)
+        result["update_per_prompt_s"] = per_update["update"] / settings.prompts
     return result
 
 
