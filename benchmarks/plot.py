@@ -1,6 +1,6 @@
 """Draws how the cost of an update grows, from the points of step.py's sweeps.
 
-    python benchmarks/plot.py SWEEP.json PICTURE.png
+    python benchmarks/plot.py SWEEP.json… PICTURE.png
 """
 
 import argparse
@@ -90,7 +90,7 @@ def caption(points: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sweep", type=Path, help="what step.py --sweep … --json wrote")
+    parser.add_argument("sweeps", type=Path, nargs="+", help="what step.py --sweep … --json wrote")
     parser.add_argument("picture", type=Path, help="the PNG to write")
     args = parser.parse_args()
-    draw(json.loads(args.sweep.read_text()), args.picture)
+    draw([point for file in args.sweeps for point in json.loads(file.read_text())], args.picture)

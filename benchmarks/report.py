@@ -59,7 +59,8 @@ def _lines(point: Point) -> str:
             lines.append(f"  {side:<8} {shown(found['update_s']):>9}  ({more})")
     lines.append(f"  floor    {shown(point['floor_s']):>9}")
     if point["ratio"]:
-        lines.append(f"  ratio    {point['ratio']:>7.1f} x")
+        more = f"{point['processor_ratio']:.1f} x in processor time"
+        lines.append(f"  ratio    {point['ratio']:>7.1f} x  ({more})")
     for part, seconds in point.get("product", {}).get("parts_s", {}).items():
         least = point["floor_parts_s"].get(part)
         lines.append(f"    {PART_NAMES[part]:<28} {shown(seconds):>9}   floor {shown(least)}")

@@ -93,10 +93,10 @@ def merge(settings: Settings, found: dict[str, dict], limits: dict[str, float]) 
     lengths = {side: one["prompt_tokens"] for side, one in found.items() if "error" not in one}
     if len(set(lengths.values())) > 1:
         raise RuntimeError(f"the sides were given prompts of different lengths: {lengths}")
-    seconds = {side: found.get(side, {}).get("update_s") for side in SIDES}
     point = {
-        "ratio": seconds["trl"] / seconds["product"] if all(seconds.values()) else None,
-        **{f"{side}_s": seconds[side] for side in SIDES},
+        "ratio": ratio(found, "update_s"),
+        "processor_ratio": ratio(found, "processor_s"),
+        **{f"{side}_s": found.get(side, {}).get("update_s") for side in SIDES},
         "floor_s": None,
         **found,
         "settings": described(settings),
@@ -106,6 +106,12 @@ def merge(settings: Settings, found: dict[str, dict], limits: dict[str, float]) 
         parts = floor(settings, min(lengths.values()), limits)
         point |= {"floor_s": parts.pop("update_s"), "floor_parts_s": parts}
     return point
+
+
+def ratio(found: dict[str, dict], key: str) -> float | None:
+    """TRL's over the product's, where both are known."""
+    trl, product = (found.get(side, {}).get(key) for side in ("trl", "product"))
+    return trl / product if trl and product else None
 
 
 def described(settings: Settings) -> dict[str, Any]:
