@@ -29,6 +29,7 @@ from .checkpoint import complete_marker, load_policy, mark_complete, mark_incomp
 from .control import RunControl, StopRun
 from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_places, rollout_prompts
+from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import PackedRow
@@ -99,6 +100,7 @@ class Qwen2VLGRPOTrainer(Trainer):
             greedy=False, max_new_tokens=args.max_completion_length, temperature=args.temperature,
             top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0,
         )  # fmt: skip
+        self.finite = FiniteWatch(args, self.run_control)
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
         self.best_score = -1.0  # of the validations, where no submission is kept
         self.validated_at = 0  # the last update that was validated (0: before training)
@@ -133,7 +135,9 @@ class Qwen2VLGRPOTrainer(Trainer):
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
         advantages = group_advantages(rewards, args.scale_rewards)
-        rows = self.add_logps(build_rows(args, prompts, groups, advantages[own], self.sum_over_ranks))
+        advantages[rewards.isinf().any(1)] = torch.nan  # such an update is found by its loss
+        rows = build_rows(args, prompts, groups, rewards[own], advantages[own], self.sum_over_ranks)
+        rows = self.add_logps(rows)
 
         per_completion = self.gather(completion_numbers(prompts, groups))
         logs = rollout_metrics(per_completion, rewards, per_function, names)
@@ -195,7 +199,8 @@ class Qwen2VLGRPOTrainer(Trainer):
     def training_step(self, model, inputs: TrainingRow, num_items_in_batch=None) -> Tensor:
         if self.at_rollout_boundary():  # a rollout's later updates are finished first
             self.run_control.agree()
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        return loss.nan_to_num(0.0, 0.0, 0.0)  # of a dropped update: the Trainer's sum would never recover
 
     def compute_loss(
         self, model, inputs: TrainingRow, return_outputs=False, num_items_in_batch=None
@@ -209,28 +214,20 @@ class Qwen2VLGRPOTrainer(Trainer):
         sums["gap"] = (sampled - inputs.rollout_logps).abs().sum()
         for name, value in sums.items():
             self.loss_sums[name] += value.to(loss.device)
-        self.stop_if_not_finite(loss)
+        self.finite.add(inputs, loss)
+        if self.accelerator.sync_gradients and not self.finite.look(self.state.global_step + 1):
+            loss = loss * math.nan  # on all ranks: the gradient is not finite then, and the update dropped
         # The row's share of the update's loss: data parallelism averages over ranks, the Trainer over rows.
         return loss * self.args.world_size * self.current_gradient_accumulation_steps
-
-    def stop_if_not_finite(self, loss: Tensor) -> None:
-        finite = self.accelerator.gather(torch.isfinite(loss.detach()).view(1))
-        if not bool(finite.all()):
-            raise self.not_finite(f"loss, on rank {(~finite).nonzero().flatten().tolist()},")
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Looked at before the optimizer steps. DeepSpeed has stepped by now, or skipped it in silence."""
         norm = super()._get_grad_norm(model, grad_norm)
-        if not math.isfinite(norm) or self.accelerator.optimizer_step_was_skipped:
-            raise self.not_finite("gradient")
-        return norm
-
-    def not_finite(self, what: str) -> FloatingPointError:
-        return FloatingPointError(
-            f"the {what} of update {self.state.global_step + 1} is not finite: no weight was "
-            "changed by it; see the "
-            "last lines of rollouts.jsonl, and lower --learning_rate"
-        )
+        fine = math.isfinite(norm) and not self.accelerator.optimizer_step_was_skipped
+        if not self.finite.settle(self.state.global_step + 1, fine):
+            return norm
+        model.zero_grad()  # without gradients the optimizer changes nothing
+        return math.nan
 
     def _prepare_inputs(self, inputs: TrainingRow) -> TrainingRow:
         return inputs.to(self.args.device)
@@ -367,7 +364,7 @@ class Qwen2VLGRPOTrainer(Trainer):
             if self.rollout_logs:  # a later update of the same rollout shows that rollout's numbers again
                 logged = self.rollout_logs
                 self.rollout_means = {k: sum(log[k] for log in logged) / len(logged) for k in logged[0]}
-            logs |= self.rollout_means | self.times
+            logs |= self.rollout_means | self.times | {"dropped_updates": self.finite.dropped}
             totals = {
                 name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()
             }

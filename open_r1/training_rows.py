@@ -22,8 +22,10 @@ Group = Sequence[Completion]
 
 @dataclass
 class TrainingRow:
-    """A packed row with what its loss needs; every tensor is [N], a value per completion token."""
+    """A packed row with what its loss needs; every tensor but `rewards` is [N], one value a token."""
 
+    numbers: list[int]  # the data set rows of its prompts
+    rewards: Tensor  # [prompts, G], to name them where something is wrong; stays on the CPU
     packed: PackedRow
     advantages: Tensor
     weights: Tensor
@@ -32,15 +34,18 @@ class TrainingRow:
     ref_logps: Tensor | None = None
 
     def to(self, device: torch.device) -> "TrainingRow":
-        return TrainingRow(**{k: None if v is None else v.to(device) for k, v in vars(self).items()})
+        on_cpu = ("numbers", "rewards")
+        return TrainingRow(
+            **{k: v if v is None or k in on_cpu else v.to(device) for k, v in vars(self).items()}
+        )
 
 
 def build_rows(
-    args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], advantages: Tensor,
-    sum_over_ranks: Callable[[float], float],
+    args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], rewards: Tensor,
+    advantages: Tensor, sum_over_ranks: Callable[[float], float],
 ) -> list[TrainingRow]:  # fmt: skip
-    """This rank's rows of a rollout, prompts_per_row groups each; advantages are [R, G]. Per update, the
-    tokens and completions of all ranks are the normaliser. Every rank calls it."""
+    """This rank's rows of a rollout, prompts_per_row groups each; rewards and advantages are [R, G]. Per
+    update, the tokens and completions of all ranks are the normaliser. Every rank calls it."""
     per_row, per_update = args.prompts_per_row, args.prompts_per_row * args.gradient_accumulation_steps
     rows = []
     for i in range(0, len(prompts), per_update):
@@ -53,20 +58,22 @@ def build_rows(
         tokens = int(sum_over_ranks(float(sum(counted))))
         for j in range(i, i + per_update, per_row):
             part = slice(j, j + per_row)
-            rows.append(_build_row(args, prompts[part], groups[part], advantages[part], tokens))
+            rows.append(
+                _build_row(args, prompts[part], groups[part], rewards[part], advantages[part], tokens)
+            )
     return rows
 
 
 def _build_row(
-    args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], advantages: Tensor,
-    update_tokens: int,
+    args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], rewards: Tensor,
+    advantages: Tensor, update_tokens: int,
 ) -> TrainingRow:  # fmt: skip
-    """advantages are [prompts of the row, G]."""
+    """rewards and advantages are [prompts of the row, G]."""
     if not args.beta:
         # A group without variance has no gradient. One stays: every rank runs the same number of rows.
         live = [i for i, group in enumerate(advantages) if group.any()] or [0]
         prompts, groups = [prompts[i] for i in live], [groups[i] for i in live]
-        advantages = advantages[live]
+        rewards, advantages = rewards[live], advantages[live]
     completions = [c for group in groups for c in group]
     weights = token_weights(
         torch.tensor([c.token_ids.numel() for c in completions]),  # [C]
@@ -79,6 +86,8 @@ def _build_row(
     )
     packed = pack_groups(prompts, groups, args.device)
     return TrainingRow(
+        numbers=[prompt.row for prompt in prompts],
+        rewards=rewards,
         packed=packed,
         advantages=advantages.flatten()[packed.owners],
         weights=weights[packed.owners],

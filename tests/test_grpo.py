@@ -286,39 +286,6 @@ def test_a_better_submission_is_not_replaced(folder, tmp_path, monkeypatch):
     assert any(not torch.equal(rolled_out[n], p) for n, p in base.named_parameters())
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_weights_change(folder, tmp_path, monkeypatch):
-    from open_r1 import trainer as module
-
-    original, trainers = module.grpo_loss, []
-    monkeypatch.setattr(module, "grpo_loss", lambda *a: (original(*a)[0] * float("nan"), original(*a)[1]))
-    init = module.Qwen2VLGRPOTrainer.__init__
-    monkeypatch.setattr(
-        module.Qwen2VLGRPOTrainer,
-        "__init__",
-        lambda self, *a, **k: (trainers.append(self), init(self, *a, **k))[1],
-    )
-    with pytest.raises(FloatingPointError, match="the loss, on rank \\[0\\], of update 1 is not finite"):
-        run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
-    for name, parameter in load_policy(folder / "base", torch.float32).named_parameters():
-        assert torch.equal(dict(trainers[0].model.named_parameters())[name], parameter), name
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run_before_weights_change(folder, tmp_path, monkeypatch):
-    """A finite loss can have a gradient that is not."""
-    trainers, init = [], grpo.Qwen2VLGRPOTrainer.__init__
-
-    def poisoned(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        trainers.append(self)
-        next(self.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
-
-    monkeypatch.setattr(grpo.Qwen2VLGRPOTrainer, "__init__", poisoned)
-    with pytest.raises(FloatingPointError, match="the gradient of update 1 is not finite"):
-        run(folder, tmp_path / "out", "--max_steps", 1, "--save_strategy", "no")
-    for name, parameter in load_policy(folder / "base", torch.float32).named_parameters():
-        assert torch.equal(dict(trainers[0].model.named_parameters())[name], parameter), name
-
-
 def test_rollouts_by_generate(folder, tmp_path):
     """--rollout_engine transformers: slow, behind the same interface, with the log-probs of the trainer."""
     more = ("--rollout_engine", "transformers", "--temperature", 0.8, "--save_strategy", "no")
