@@ -8,7 +8,9 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from .arguments import GRPOArguments
 from .checkpoint import write_atomically
+from .control import RunControl
 from .data import CountingData
 from .data_checks import BackgroundDecode, good_rows
 
@@ -86,6 +88,38 @@ class StepLine(TrainerCallback):
         if logs["zero_variance"] > 0 and "variance" not in self.explained:
             self.explained.add("variance")
             print(ZERO_VARIANCE.format(share=logs["zero_variance"]), flush=True)
+
+
+class HoursPlan(TrainerCallback):
+    """How the hours of --max_hours will be spent, said once the third update has shown what one takes."""
+
+    def __init__(self):
+        self.trainer = None  # set once the trainer exists
+        self.updates = 0  # of this session
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.updates += 1
+        if self.updates == WARM_UP_STEPS and self.trainer.run_control.limit and state.is_world_process_zero:
+            step_s = self.trainer.times["time/step_s"]
+            print(hours_plan(args, state.max_steps - state.global_step, step_s, self.trainer.run_control))
+
+
+def hours_plan(args: GRPOArguments, updates: int, step_s: float, control: RunControl) -> str:
+    """The sentence for `updates` that are left, of `step_s` seconds each."""
+    every = {"validation": args.eval_steps, "checkpoint": args.save_steps}
+    planned = {"validation": args.eval_strategy != "no", "checkpoint": args.save_strategy != "no"}
+    update_s = step_s + sum(control.longest[name] / every[name] for name in every if planned[name])
+    reserve = control.reserve()
+    possible = int(max(0.0, control.limit - control.elapsed() - reserve) / update_s)
+    made = min(updates, possible)
+    validations = int(made // args.eval_steps) if planned["validation"] else 0
+    end = "--max_steps" if updates <= possible else f"--max_hours, {updates - possible:,} updates early"
+    return (
+        f"time: {control.elapsed() / 3600:.2f} of {control.limit / 3600:.2f} h are gone. About {made:,} "
+        f"more updates of {step_s:.1f} s with {validations:,} validations of {control.longest['validation']:.0f} s "
+        f"take {made * update_s / 3600:.2f} h; {reserve / 60:.1f} min are kept for the last validation and "
+        f"the saves. The end comes by {end}."
+    )
 
 
 class JsonLog(TrainerCallback):

@@ -23,7 +23,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from trl import ModelConfig, TrlParser
 
 from open_r1.arguments import GRPOArguments, RecipeArguments
-from open_r1.callbacks import BadRowWatch, JsonLog, StepLine
+from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine
 from open_r1.checkpoint import complete_marker, load_policy
 from open_r1.control import RunControl, StopRun
 from open_r1.data import PromptEncoder
@@ -110,8 +110,8 @@ def run(
     out, base, done = Path(args.output_dir), ready.base, ready.done
     processor, data, rows, rewards = ready.processor, ready.data, ready.rows, ready.rewards
 
-    step_line, json_log = StepLine(), JsonLog(out)
-    callbacks = [step_line, json_log]
+    step_line, json_log, hours = StepLine(), JsonLog(out), HoursPlan()
+    callbacks = [step_line, json_log, hours]
     if args.process_index == 0 and not (recipe.check_data or recipe.skip_bad_rows):
         # Before the models: its processes are forked, which CUDA does not survive.
         callbacks.append(BadRowWatch(data, BackgroundDecode(data, processor, rows=rows), out))
@@ -150,7 +150,7 @@ def run(
         callbacks=callbacks,
         run_control=control,
     )
-    json_log.trainer = step_line.trainer = trainer
+    json_log.trainer = step_line.trainer = hours.trainer = trainer
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
 

@@ -4,8 +4,12 @@ update.
     torchrun --nproc_per_node 2 tests/distributed_worker.py {ddp|zero} GRADIENTS.pt FLAGS…
 
 accelerate has no CPU path for DeepSpeed: a state that is made first with gloo gives it one.
+FAULT=RANK:ROW:WHAT in the environment: in that row (counted from 1) that rank's loss is not a number (nan),
+or that rank gets a signal (SIGTERM, SIGKILL, ...).
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def start_deepspeed_on_cpu() -> None:
-    import os
-
     import deepspeed.ops
     from accelerate import PartialState
 
@@ -41,6 +43,22 @@ def count_gathers_of(head, parameters, count: list[int]) -> None:
             setattr(parameter, member, counting(parameter, getattr(parameter, member)))
 
 
+def make_fault(trainer_module, fault: str) -> None:
+    rank, row, what = fault.split(":")
+    original, rows = trainer_module.grpo_loss, [0]
+
+    def loss(*args):
+        rows[0] += 1
+        value, sums = original(*args)
+        if os.environ.get("RANK", "0") == rank and rows[0] == int(row):
+            if what == "nan":
+                return value * float("nan"), sums
+            os.kill(os.getpid(), signal.Signals[what])
+        return value, sums
+
+    trainer_module.grpo_loss = loss
+
+
 def main() -> None:
     kind, path = sys.argv[1], Path(sys.argv[2])
     del sys.argv[1:3]
@@ -51,6 +69,7 @@ def main() -> None:
     from transformers import TrainerCallback
 
     from open_r1 import grpo, scoring
+    from open_r1 import trainer as trainer_module
     from open_r1.weights import master_weights
 
     trainers, updates, head_gathered, gathered_now = [], [], [], [0]
@@ -92,6 +111,8 @@ def main() -> None:
             trainers.append(self)
 
     grpo.Qwen2VLGRPOTrainer = Trainer
+    if "FAULT" in os.environ:
+        make_fault(trainer_module, os.environ["FAULT"])
     grpo.main()
 
     trainer = trainers[0]

@@ -12,9 +12,11 @@ import torch
 
 from open_r1 import grpo, validation
 from open_r1.arguments import check_args
+from open_r1.callbacks import hours_plan
 from open_r1.checkpoint import complete_marker
 from open_r1.control import RunControl, StopRun
 from open_r1.rollout import FastEngine
+from open_r1.status import ending, write_status
 from open_r1.submission import read_record
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from open_r1.weights import master_weights
@@ -115,7 +117,22 @@ def test_hours_of_earlier_sessions_count_where_asked(folder, tmp_path):  # noqa:
         assert control.elapsed() == elapsed
 
 
-def test_a_deadline_of_seconds(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_how_the_hours_are_spent(folder, tmp_path):  # noqa: F811
+    control, clock = timed_control(folder, tmp_path, max_hours=1, save_steps=100)
+    control.took("validation", 25)
+    control.took("checkpoint", 100)
+    args = parse(
+        *flags(folder, tmp_path), "--val_dataset", "v", "--eval_strategy", "steps", "--eval_steps", 50
+    )[1]
+    clock.now = 360
+    # 3,600 s - 360 gone - 25 - 100 - 36 are 3,079; an update takes 8.5 + 25 / 50 + 100 / 100 = 10 s.
+    said = hours_plan(args, 1000, 8.5, control)
+    assert "0.10 of 1.00 h are gone. About 307 more updates of 8.5 s with 6 validations of 25 s take" in said
+    assert "2.7 min are kept" in said and said.endswith("by --max_hours, 693 updates early.")
+    assert hours_plan(args, 300, 8.5, control).endswith("by --max_steps.")
+
+
+def test_a_deadline_of_seconds(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
     """A validation that no eval_steps asked for, its submission and a checkpoint of the last update."""
     give_scores(monkeypatch, 10.0, 30.0)  # base, last
     control = RunControl(started=time.time() - 100)
@@ -125,6 +142,7 @@ def test_a_deadline_of_seconds(folder, tmp_path, monkeypatch):  # noqa: F811
             "--val_dataset", folder / "val", "--eval_strategy", "steps", "--eval_steps", 50_000,
             "--submission_dir", tmp_path / "best", "--save_steps", 50_000, control=control,
         )  # fmt: skip
+    assert capsys.readouterr().out.count("updates early.") == 1
     assert stop.value.code == 0 and control.elapsed() < 112 and control.limit is None
     last = lines(tmp_path / "out/logs.jsonl")[-2]["step"]
     assert last > 2 and complete_marker(tmp_path / f"out/checkpoint-{last}")["step"] == last
@@ -209,3 +227,23 @@ def test_a_validation_that_was_stopped_is_made_after_the_resume(folder, tmp_path
     run(folder, tmp_path, *more)
     logs = lines(tmp_path / "logs.jsonl")
     assert [log["step"] for log in logs if "eval_score" in log] == [2, 4][: steps // 2]
+
+
+# --- what train.sh makes of it ------------------------------------------------------------------------------
+
+
+def test_the_exit_code_and_the_last_line(tmp_path):
+    """One line for each way that a run can end, whatever the launcher returned."""
+    assert ending(tmp_path, 0, 0) == ("", 0)
+    assert ending(tmp_path, 0, 1) == ("The run ended before its first update; the reason stands above.", 1)
+    write_status(tmp_path / "status.json", "running", "", None)
+    assert ending(tmp_path, 0, 1)[1] == 67  # killed
+    peer = "RuntimeError: Connection closed by peer"
+    write_status(tmp_path / "status-rank0.json", "failed", peer, 1, rank=0)
+    assert ending(tmp_path, 0, 1)[1] == 67  # by what happened to another
+    write_status(tmp_path / "status-rank1.json", "failed", "RewardError: it is broken.", 66, rank=1)
+    line, code = ending(tmp_path, 0, 1)
+    assert code == 66 and line.startswith("Rank 1 failed: RewardError: it is broken. The same command")
+    write_status(tmp_path / "status.json", "signal", "Stopped by SIGTERM.", 143)
+    assert ending(tmp_path, 0, 1) == ("Stopped by SIGTERM.", 143)
+    assert ending(tmp_path, time.time() + 1, 1)[1] == 1  # of an earlier run

@@ -51,19 +51,22 @@ def folder(tmp_path_factory):
     return root
 
 
-def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, **env: str) -> dict:
-    """Runs the worker; what it saved, with the logs and the folder of its submission."""
-    out = folder / name
-    flags = (
+def launch_flags(folder: Path, name: str, processes: int) -> tuple:
+    return (
         "--model_name_or_path", folder / "base", "--dataset_name", folder / "train",
-        "--val_dataset", folder / "val", "--output_dir", out,
+        "--val_dataset", folder / "val", "--output_dir", folder / name,
         "--submission_dir", folder / f"{name}_submission", "--eval_strategy", "steps",
         "--eval_steps", UPDATES, "--num_generations", 4, "--max_completion_length", 10,
         "--max_steps", UPDATES, "--gradient_accumulation_steps", PROMPTS // processes,
         "--learning_rate", 1e-2, "--optim", "sgd",
         "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters",
-        "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, *flags,
+        "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5,
     )  # fmt: skip
+
+
+def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, **env: str) -> dict:
+    """Runs the worker; what it saved, with the logs and the folder of its submission."""
+    flags = (*launch_flags(folder, name, processes), *flags)
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
     launcher = [] if processes == 1 and kind != "zero" else launcher + ["--standalone"]
     command = [
@@ -76,7 +79,7 @@ def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, **en
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     result = torch.load(folder / f"{name}.pt", weights_only=False)
-    logs = [json.loads(line) for line in (out / "logs.jsonl").read_text().splitlines()]
+    logs = [json.loads(line) for line in (folder / name / "logs.jsonl").read_text().splitlines()]
     return result | {
         "logs": [log for log in logs if "loss" in log],
         "submission": folder / f"{name}_submission",
