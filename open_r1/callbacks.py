@@ -101,7 +101,8 @@ class HoursPlan(TrainerCallback):
         self.updates += 1
         if self.updates == WARM_UP_STEPS and self.trainer.run_control.limit and state.is_world_process_zero:
             step_s = self.trainer.times["time/step_s"]
-            print(hours_plan(args, state.max_steps - state.global_step, step_s, self.trainer.run_control))
+            left = state.max_steps - state.global_step
+            print(hours_plan(args, left, step_s, self.trainer.run_control), flush=True)
 
 
 def hours_plan(args: GRPOArguments, updates: int, step_s: float, control: RunControl) -> str:
@@ -113,10 +114,11 @@ def hours_plan(args: GRPOArguments, updates: int, step_s: float, control: RunCon
     possible = int(max(0.0, control.limit - control.elapsed() - reserve) / update_s)
     made = min(updates, possible)
     validations = int(made // args.eval_steps) if planned["validation"] else 0
+    validation_s = control.longest["validation"]
     end = "--max_steps" if updates <= possible else f"--max_hours, {updates - possible:,} updates early"
     return (
         f"time: {control.elapsed() / 3600:.2f} of {control.limit / 3600:.2f} h are gone. About {made:,} "
-        f"more updates of {step_s:.1f} s with {validations:,} validations of {control.longest['validation']:.0f} s "
+        f"more updates of {step_s:.1f} s with {validations:,} validations of {validation_s:.0f} s "
         f"take {made * update_s / 3600:.2f} h; {reserve / 60:.1f} min are kept for the last validation and "
         f"the saves. The end comes by {end}."
     )
