@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoProcessor, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import logging as transformers_logging
 
 from open_r1.network import hub_lookup
+from open_r1.processor import load_processor, refuse_misfit
 
 MODEL_TYPE = "qwen2_vl"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -62,7 +63,7 @@ def load_policy(
         try:
             # The class itself: transformers does not rename a subclass's tensors, and then makes them up.
             model, loading = Qwen2VLForConditionalGeneration.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, use_safetensors=True,
+                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )  # fmt: skip
         except Exception as error:  # safetensors, json and transformers each raise their own
@@ -107,12 +108,10 @@ def refuse_other_kinds(path: Path) -> None:
 def is_valid_model(folder: str | Path) -> str | None:
     """None when `folder` holds a finite Qwen2-VL that loads whole, with its processor; else the reason."""
     try:
-        load_policy(folder, "auto")
-        AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        model = load_policy(folder, "auto")
+        refuse_misfit(load_processor(folder), model.config)
     except ValueError as error:
         return str(error)
-    except Exception as error:  # the processor's files can be wrong in as many ways as there are files
-        return f"{folder} has no processor that loads: {_first_line(error)}"
     return None
 
 

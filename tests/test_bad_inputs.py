@@ -198,6 +198,7 @@ def test_a_checkpoint_loads_or_is_refused(base, damage, words, tmp_path):
     except ValueError as error:
         said = str(error)
     assert_refused_or_fine(said, words)
+    assert_refused_or_fine(is_valid_model(folder), words)  # as a submission it is judged alike
     assert not (folder / "ran").exists()
 
 
