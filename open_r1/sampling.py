@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STRETCH = 1024  # tokens of the vocabulary that sampling sums up together
+STRETCH = 256  # tokens of the vocabulary that sampling sums up together
 
 
 @dataclass(frozen=True)
