@@ -142,3 +142,65 @@ def test_a_launcher_that_is_killed_leaves_no_ranks_behind(folder):  # noqa: F811
     (checkpoint,) = run.out.glob("checkpoint-*")
     assert complete_marker(checkpoint)
     run.end(timeout=60)
+
+
+# --- train.sh itself, on the CPU ----------------------------------------------------------------------------
+
+
+def train_sh(folder: Path, name: str, *flags) -> Run:  # noqa: F811
+    run = Run.__new__(Run)
+    run.out, run.log = folder / name, folder / f"{name}.log"
+    settings = {
+        "MODEL": folder / "base", "DATA": folder / "train", "VAL": folder / "val", "OUT": run.out,
+        "NUM_GPUS": 0, "SUBMISSION": folder / f"{name}_submission", "PYTHON": sys.executable, "OMP_NUM_THREADS": 1,
+    }  # fmt: skip
+    run.bash = subprocess.Popen(
+        ["bash", str(ROOT / "train.sh"), "--max_completion_length", "8", "--report_to", "none", *flags],
+        env=os.environ | {k: str(v) for k, v in settings.items()},
+        stdout=run.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    return run
+
+
+def test_ctrl_c_in_a_terminal_is_one_signal(folder):  # noqa: F811
+    """It reaches the script and what it runs, and the script passes it on: a checkpoint all the same."""
+    run = train_sh(folder, "ctrl_c")
+    run.wait_for_update(1)
+    os.killpg(run.bash.pid, signal.SIGINT)
+    code, status = run.end(timeout=60)
+    assert (code, status["exit_code"]) == (130, 130), run.log.read_text()[-6000:]
+    assert "Stopped by SIGINT." in run.last_line()
+    (checkpoint,) = run.out.glob("checkpoint-*")
+    assert complete_marker(checkpoint)
+    assert not (run.out / "selfcheck").exists()
+
+
+def test_after_the_deadline_comes_the_self_check(folder):  # noqa: F811
+    run = train_sh(folder, "deadline", "--max_hours", "0.01", "--max_steps", "100000")
+    code, status = run.end()
+    assert (code, status["cause"]) == (0, "deadline"), run.log.read_text()[-6000:]
+    assert "Stopped by --max_hours" in run.log.read_text()
+    assert (run.out / "selfcheck/selfcheck.json").exists()
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    """But not the same one, delivered twice."""
+    script = (
+        "import time\n"
+        "from open_r1 import control\n"
+        "control.SAME_SIGNAL_S = 1.0\n"
+        "run = control.RunControl()\n"
+        "run.handle_signals()\n"
+        "run.began = True\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.01)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
