@@ -90,6 +90,10 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Leave bad rows out and list them in OUT/bad_rows.jsonl (else they stop the run)."},
     )
+    accept_changes: bool = field(
+        default=False,
+        metadata={"help": "Go on from OUT's checkpoint with the flags, rows or rewards that are new."},
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "Make every check, print the derived numbers, train nothing."}
     )

@@ -1,10 +1,9 @@
-"""Models on disk: load a policy exactly, judge a folder, mark a trainer's checkpoints complete."""
+"""Models on disk: load a policy exactly, judge a folder, write files that survive a power cut."""
 
 import contextlib
 import json
 import os
 import re
-import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ MODEL_TYPE = "qwen2_vl"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors names them
-COMPLETE = "COMPLETE"
 MAX_HEADER = 100_000_000  # bytes, as in safetensors: what is no such file has any number there
 
 
@@ -250,85 +248,21 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """`path` holds its old content or the new one, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
-
-
-# Trainer checkpoints: OUT/checkpoint-STEP, whole once COMPLETE stands in it
-
-
-def mark_incomplete(folder: str | Path) -> None:
-    """Call it before a checkpoint is written: one written over an older one must not be taken for whole."""
-    (Path(folder) / COMPLETE).unlink(missing_ok=True)
-
-
-def mark_complete(folder: str | Path, info: dict) -> None:
-    """Call it on one rank, once all have written their files. `info` has at least "step" and "world_size"."""
-    folder = Path(folder)
+def fsync_tree(folder: Path) -> None:
+    """fsync for all files and folders in it, and for itself."""
     for directory, _, names in os.walk(folder):
         for name in (*names, "."):
             fsync(Path(directory, name))
-    marker = {"step": info["step"], "world_size": info["world_size"], **info, "files": _sizes(folder)}
-    write_atomically(folder / COMPLETE, json.dumps(marker, indent=2).encode())
 
 
-def newest_complete(out_dir: str | Path) -> tuple[Path, dict] | None:
-    """The whole checkpoint of the highest step, and its `info`. Newer ones are named and skipped."""
-    for folder in sorted(Path(out_dir).glob("checkpoint-*"), key=_step, reverse=True):
-        if _step(folder) >= 0:
-            info = complete_marker(folder)
-            if info:
-                return folder, info
-            print(f"{folder} is not complete (it was being written when the run ended): skipped.", flush=True)
-    return None
+def write_atomically(path: Path, content: bytes) -> None:
+    """`path` holds its old content or the new one, whatever happens."""
+    temporary(path).write_bytes(content)
+    fsync(temporary(path))
+    os.replace(temporary(path), path)
+    fsync(path.parent)
 
 
-def complete_marker(folder: str | Path) -> dict | None:
-    """The `info` that mark_complete was given; None for a checkpoint that is not whole."""
-    info = _read_marker(Path(folder))
-    return info if info and _is_whole(Path(folder), info.pop("files")) else None
-
-
-def prune(out_dir: str | Path, keep: int = 2) -> None:
-    """Delete the checkpoints older than the `keep` newest whole ones. Call it only after mark_complete.
-
-    Folders without our marker, and copies under another name, are somebody's: they stay.
-    """
-    marked = [folder for folder in Path(out_dir).glob("checkpoint-*") if _read_marker(folder)]
-    whole = sorted(_step(folder) for folder in marked if _is_whole(folder, _read_marker(folder)["files"]))
-    for folder in marked:
-        if len(whole) >= keep and _step(folder) < whole[-keep]:
-            for entry in folder.iterdir():  # the marker last, so that a deletion cut short is finished later
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                elif entry.name != COMPLETE:
-                    entry.unlink()
-            shutil.rmtree(folder)
-
-
-def _step(folder: Path) -> int:
-    number = folder.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
-
-
-def _read_marker(folder: Path) -> dict | None:
-    """What mark_complete wrote for this very folder; None without it, and for a copy under another name."""
-    try:
-        marker = json.loads((folder / COMPLETE).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return marker if marker.get("step") == _step(folder) else None
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    files = (file for file in folder.rglob("*") if file.is_file() and COMPLETE not in file.name)
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in sorted(files)}
-
-
-def _is_whole(folder: Path, files: dict[str, int]) -> bool:
-    return files.items() <= _sizes(folder).items()
+def temporary(path: Path) -> Path:
+    """Where write_atomically writes first; a kill leaves it behind."""
+    return path.with_name(f".{path.name}.tmp")

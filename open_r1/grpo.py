@@ -24,16 +24,19 @@ from trl import ModelConfig, TrlParser
 
 from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine
-from open_r1.checkpoint import complete_marker, load_policy
+from open_r1.checkpoint import load_policy
+from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
 from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
+from open_r1.disk import checkpoint_bytes
 from open_r1.keep_best import KeepBest
 from open_r1.preflight import preflight
 from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
+from open_r1.run_identity import measured_in
 from open_r1.status import FAILED, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
 
@@ -145,12 +148,16 @@ def run(
         rewards=RewardCaller(rewards, recipe.max_reward_failures),
         validation_sets=ready.validation_sets,
         eval_encoder=grader,
-        keep_best=KeepBest(base, Path(recipe.submission_dir)) if recipe.submission_dir else None,
+        keep_best=KeepBest(base, Path(recipe.submission_dir), measured_in(ready.identity, args))
+        if recipe.submission_dir
+        else None,
         ref_model=reference,
         callbacks=callbacks,
         run_control=control,
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
+    trainer.run = ready.identity["run"]
+    trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
 
@@ -168,6 +175,7 @@ def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
     """Measures what is to be beaten, then makes the updates that `done`, a checkpoint, lacks."""
     if trainer.keep_best:
         trainer.keep_best.start(trainer.engine.model, trainer.validate)
+        trainer.best_score = trainer.keep_best.baseline
     if done and done[1]["step"] >= trainer.args.max_steps and not trainer.validation_is_due(done[1]):
         if trainer.args.process_index == 0:
             print(f"{done[0]} has all {trainer.args.max_steps} updates: nothing is left to train")

@@ -18,13 +18,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
-from . import data_survey, machine_checks, model_checks, validation
+from . import data_survey, machine_checks, model_checks, run_identity, start, validation
 from .arguments import GRPOArguments, RecipeArguments, check_args
-from .checkpoint import complete_marker, local_model, newest_complete, write_atomically
+from .checkpoint import local_model, write_atomically
 from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .machine_checks import number_of
-from .pickles import refuse_code
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
@@ -57,6 +56,7 @@ class Run:
     facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
     rewards: list[Reward] | None = None
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
+    identity: dict | None = None  # for OUT/run.json
 
     @property
     def out(self) -> Path:
@@ -84,9 +84,9 @@ def preflight(
     of_ranks = gather_object([faults])
     for rank, others in enumerate(of_ranks[1:], start=1):
         faults += [f"rank {rank}: {fault}" for fault in others if fault not in of_ranks[0]]
-    shared = [faults, run.rows, args.max_steps]
+    shared = [faults, run.rows, args.max_steps, run.done, run.identity]
     broadcast_object_list(shared)
-    faults, run.rows, args.max_steps = shared
+    faults, run.rows, args.max_steps, run.done, run.identity = shared
     if not run.is_main:
         if faults:
             raise SystemExit(1)
@@ -99,6 +99,7 @@ def preflight(
         print("ready: nothing was launched (--dry_run)")
     else:
         print("ready", flush=True)
+        run_identity.claim(run.out, run.identity)
         write_atomically(run.out / "preflight.txt", f"{screen}\nready\n".encode())
     return run
 
@@ -320,29 +321,6 @@ def check_updates(run: Run) -> Found:
     return lines, []
 
 
-def check_checkpoint(run: Run) -> Found:
-    """The checkpoint to go on from: --resume_from_checkpoint, else the newest complete one, since the same
-    command continues its run."""
-    args = run.args
-    run.done = newest_complete(run.out)
-    asked = args.resume_from_checkpoint
-    if asked and str(asked).lower() != "true":
-        info = complete_marker(asked)
-        if info is None:
-            raise ValueError(f"--resume_from_checkpoint {asked} is no complete checkpoint; name another")
-        run.done = Path(asked), info
-    if run.done and run.done[1]["world_size"] != args.world_size:
-        raise ValueError(
-            f"{run.done[0]} was written by {run.done[1]['world_size']} processes and this run has "
-            f"{args.world_size}: run with as many, or start from the submission's weights (MODEL=…) with "
-            "another OUT"
-        )
-    if run.done:
-        refuse_code(run.done[0])
-        return [f"goes on from {run.done[0]}"], []
-    return [f"anew from the model: {run.out} has no checkpoint"], []
-
-
 def check_hours(run: Run) -> Found:
     limit = f"at most {run.args.max_hours:g} (--max_hours); " if run.args.max_hours else ""
     return [f"{limit}a plan of them is printed after the third update, once the length of one is known"], []
@@ -367,6 +345,7 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("GPUs", check_devices, ()),
     ("memory", check_memory, ("flags", "parameters")),
     ("update", check_updates, ("flags", "rows")),
-    ("start", check_checkpoint, ()),
+    ("start", start.check_start, ("base", "rows", "rewards")),
+    ("disk", start.check_disk, ("identity",)),
     ("hours", check_hours, ()),
 ]

@@ -25,7 +25,7 @@ from transformers import Trainer
 from . import validation
 from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss
 from .arguments import GRPOArguments
-from .checkpoint import complete_marker, load_policy, mark_complete, mark_incomplete, prune
+from .complete import complete_marker
 from .control import RunControl, StopRun
 from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_places, rollout_prompts
@@ -36,6 +36,7 @@ from .packing import PackedRow
 from .rewards import RewardCaller, reward_arguments
 from .rollout import Engine
 from .sampling import Sampling, sampling_keys
+from .saving import SavesCheckpoints
 from .scoring import TOKEN_STATISTICS, add_scoring_forward
 from .training_rows import Group, TrainingRow, build_rows, pack_groups
 from .weights import copy_weights, use_leaf_modules
@@ -63,7 +64,7 @@ class RolloutLoader:
                     yield from rows
 
 
-class Qwen2VLGRPOTrainer(Trainer):
+class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
     """GRPO on Qwen2-VL.
 
     `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its
@@ -280,15 +281,14 @@ class Qwen2VLGRPOTrainer(Trainer):
         return summaries
 
     def offer(self, score: float, summaries: dict[str, dict]) -> bool:
-        """Whether the policy is the best so far; it becomes the submission then."""
-        if self.keep_best is None:
-            better = score > self.best_score
-            self.best_score = max(score, self.best_score)
-            return better
-        start = self.run_control.clock()
-        better = self.keep_best.offer(self.model, score, summaries, self.state.global_step)
-        if better:
-            self.run_control.took("submission", self.run_control.clock() - start)
+        """Whether the policy is this run's best up to here. It becomes the submission when it is better than
+        what stands there, which a run that was stopped may have found further on."""
+        better = score > self.best_score
+        self.best_score = max(score, self.best_score)
+        if self.keep_best:
+            start = self.run_control.clock()
+            if self.keep_best.offer(self.model, score, summaries, self.state.global_step):
+                self.run_control.took("submission", self.run_control.clock() - start)
         return better
 
     def validation_is_due(self, info: dict | None = None) -> bool:
@@ -334,28 +334,12 @@ class Qwen2VLGRPOTrainer(Trainer):
         return stop
 
     def _save_checkpoint(self, model, trial) -> None:
-        args, step, control = self.args, self.state.global_step, self.run_control
-        folder = Path(args.output_dir) / f"checkpoint-{step}"
-        with control.timed("checkpoint"):
-            if args.process_index == 0:
-                mark_incomplete(folder)  # it may be written over an older one
+        with self.run_control.timed("checkpoint"):
             super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if args.process_index == 0:
-                info = {"step": step, "world_size": args.world_size, **control.state()}
-                info |= {"validated_at": self.validated_at, "best_score": self.best_score}
-                mark_complete(folder, info)
-                prune(Path(args.output_dir), keep=args.checkpoints_kept)
-            self.accelerator.wait_for_everyone()
 
-    @torch.no_grad()
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """The Trainer's own loads the file's names (`visual.…`) into the module's (`model.visual.…`)
-        without strictness: nothing arrives, and the run goes on from the base. DeepSpeed restores its
-        engine elsewhere."""
-        loaded = dict(load_policy(resume_from_checkpoint, torch.float32).named_parameters())
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(loaded[name])
+    def checkpoint_info(self) -> dict:
+        """What the marker of a checkpoint keeps."""
+        return self.run_control.state() | {"validated_at": self.validated_at, "best_score": self.best_score}
 
     # --- log ----------------------------------------------------------------------------------------------
 

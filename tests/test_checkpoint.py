@@ -14,15 +14,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from open_r1 import checkpoint
 from open_r1.checkpoint import (
-    COMPLETE,
     float32_rope,
     is_valid_model,
     load_policy,
     local_model,
-    mark_complete,
-    mark_incomplete,
-    newest_complete,
-    prune,
 )
 from tests.tiny import save_public_form, tiny_model, tiny_processor
 
@@ -206,60 +201,6 @@ def run_python(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-# Trainer checkpoints
-
-
-def make_checkpoint(out: Path, step: int, complete: bool = True) -> Path:
-    folder = out / f"checkpoint-{step}"
-    (folder / "global_step").mkdir(parents=True)
-    (folder / "trainer_state.json").write_text("{}")
-    (folder / "global_step" / "rank0.pt").write_bytes(b"x" * 100)
-    if complete:
-        mark_complete(folder, {"step": step, "world_size": 2, "sampler": {"seed": 3}})
-    return folder
-
-
-def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path, capsys):
-    assert newest_complete(tmp_path) is None
-    make_checkpoint(tmp_path, 5)
-    expected = make_checkpoint(tmp_path, 20)
-    os.truncate(make_checkpoint(tmp_path, 100) / "global_step" / "rank0.pt", 50)
-    make_checkpoint(tmp_path, 120, complete=False)
-    (make_checkpoint(tmp_path, 140) / "trainer_state.json").unlink()
-    (tmp_path / "checkpoint-best").mkdir()
-    assert newest_complete(tmp_path) == (expected, {"step": 20, "world_size": 2, "sampler": {"seed": 3}})
-    skipped = [line.split(" ")[0].rpartition("-")[2] for line in capsys.readouterr().out.splitlines()]
-    assert skipped == ["140", "120", "100"]
-
-
-def test_a_note_put_into_a_checkpoint_does_not_spoil_it(tmp_path):
-    folder = make_checkpoint(tmp_path, 20)
-    (folder / "notes.txt").write_text("good one")
-    assert newest_complete(tmp_path)[0] == folder
-
-
-def test_a_checkpoint_being_written_again_is_not_whole(tmp_path):
-    folder = make_checkpoint(tmp_path, 20)
-    mark_incomplete(folder)
-    assert newest_complete(tmp_path) is None
-    mark_incomplete(folder)  # the first time round there is none to take away
-
-
-def test_the_marker_comes_last_and_after_all_files_are_on_disk(tmp_path, monkeypatch):
-    folder = make_checkpoint(tmp_path, 20, complete=False)
-    synced = record_fsync(monkeypatch)
-    replace = os.replace
-
-    def checked(source, target):
-        files = {"trainer_state.json", "rank0.pt", ".COMPLETE.tmp"}
-        assert files | {"global_step", "checkpoint-20"} <= set(synced)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", checked)
-    mark_complete(folder, {"step": 20, "world_size": 1})
-    assert synced[-1] == "checkpoint-20" and (folder / COMPLETE).is_file()
-
-
 def record_fsync(monkeypatch) -> list[str]:
     """The names of the files and folders that are fsynced from now on."""
     synced, fsync = [], os.fsync
@@ -270,43 +211,3 @@ def record_fsync(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(os, "fsync", recorded)
     return synced
-
-
-def test_a_kill_between_the_markers_two_steps_leaves_no_trace(tmp_path, monkeypatch):
-    folder = make_checkpoint(tmp_path, 20, complete=False)
-    (folder / ".COMPLETE.tmp").write_text("{")  # as a kill leaves it
-    mark_complete(folder, {"step": 20, "world_size": 1})
-    assert newest_complete(tmp_path)[0] == folder
-
-
-def test_prune_keeps_the_newest_whole_ones_and_what_is_not_ours(tmp_path):
-    for step in (10, 20, 30, 40):
-        make_checkpoint(tmp_path, step)
-    make_checkpoint(tmp_path, 5, complete=False)
-    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-best")
-    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-15")  # somebody's copy, by its marker
-    os.truncate(tmp_path / "checkpoint-40" / "trainer_state.json", 1)
-    prune(tmp_path, keep=2)
-    left = {folder.name.removeprefix("checkpoint-") for folder in tmp_path.iterdir()}
-    assert left == {"5", "15", "20", "30", "40", "best"}
-    prune(tmp_path, keep=3)
-    assert (tmp_path / "checkpoint-20").is_dir()
-
-
-def test_a_prune_cut_short_is_finished_by_the_next(tmp_path, monkeypatch):
-    for step in (10, 20, 30):
-        make_checkpoint(tmp_path, step)
-    rmtree = shutil.rmtree
-
-    def cut_short(folder):
-        if folder.name == "checkpoint-10":
-            raise KeyboardInterrupt
-        rmtree(folder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", cut_short)
-        with pytest.raises(KeyboardInterrupt):
-            prune(tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoint-10").iterdir()] == [COMPLETE]
-    prune(tmp_path)
-    assert not (tmp_path / "checkpoint-10").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from open_r1 import network
-from open_r1.checkpoint import COMPLETE, mark_complete
+from open_r1.complete import COMPLETE, mark_complete
 from open_r1.pickles import refuse_code
 from open_r1.rewards import resolve_rewards
 from tests.bad_inputs import jsonl

@@ -1,11 +1,7 @@
 import functools
 import os
 import shutil
-import signal
-import sys
-import traceback
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +11,10 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from open_r1 import submission as module
+from open_r1 import install
 from open_r1.checkpoint import is_valid_model, load_policy
-from open_r1.submission import ensure_submission, read_record, record_path, write_submission
+from open_r1.install import read_record, record_path
+from open_r1.submission import ensure_submission, write_submission
 from tests.test_checkpoint import FORMS, put_nan, record_fsync, run_python, save_form, truncate_shard
 from tests.tiny import save_public_form, tiny_config, tiny_model, tiny_processor
 
@@ -49,7 +46,7 @@ def no_exchange(monkeypatch):
     def refuse(one, other):
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(module, "_exchange", refuse)
+    monkeypatch.setattr(install, "exchange", refuse)
 
 
 @functools.cache
@@ -298,7 +295,7 @@ def test_room_for_two_models_is_asked_for_first(base, sub, monkeypatch):
     with pytest.raises(ValueError, match="make room or set SUBMISSION"):
         ensure_submission(base, sub)
     assert not sub.exists()
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 0, 2 * size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 0, int(2.05 * size)))
     ensure_submission(base, sub)
 
 
@@ -385,160 +382,7 @@ def test_in_place_over_a_model_in_other_files(forms, before, after, sub, no_exch
     assert names == old.keys() | {".mounted"}
 
 
-# Kills
-
-
-CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "ctypes.dlsym"}  # of renameat2
-
-
-@pytest.fixture
-def no_fsync(monkeypatch):
-    """A kill loses nothing that was written, and fsync is slow."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-def kill_at(count: int) -> None:
-    """Let this process be killed, as by kill -9, when it has changed `count` files and turns to another."""
-    left = count
-
-    def hook(event: str, arguments: tuple) -> None:
-        nonlocal left
-        if event in CHANGES or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)  # cannot be taken away again: for forked processes only
-
-
-def status_of(action: Callable) -> int:
-    """Run `action` in a forked child and wait for it."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    try:
-        torch.set_num_threads(1)  # the pool of threads is not forked along
-        action()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def survive_every_kill(folder: Path, prepare: Callable, action: Callable, check: Callable) -> int:
-    """Run `action` in a child that is killed at its first change of a file, in another at its second, and so
-    on until one gets through; `check(done)` after each. Returns the number of kills."""
-
-    def child(count: int) -> None:
-        kill_at(count)
-        action()
-
-    for count in range(200):
-        shutil.rmtree(folder, ignore_errors=True)
-        prepare()
-        status = status_of(functools.partial(child, count))
-        assert status in (0, signal.SIGKILL)
-        check(status == 0)
-        if status == 0:
-            return count
-    raise AssertionError("it never got through")
-
-
-def tick() -> None:
-    """A moment at which a child can be killed: kill_at takes it for a change of a file."""
-    os.close(os.open(os.devnull, os.O_WRONLY))
-
-
-def copy_slowly(source: Path, target: Path, follow_symlinks: bool = True) -> None:
-    """shutil.copyfile with a tick in the middle."""
-    content = Path(source).read_bytes()
-    with open(target, "wb", buffering=0) as file:
-        file.write(content[: len(content) // 2])
-        tick()
-        file.write(content[len(content) // 2 :])
-
-
-def values_slowly(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values with a tick now and then, so that kills also come while a shard is half written."""
-    for number, pair in enumerate(values(seed).items()):
-        if number % 20 == 0:
-            tick()
-        yield pair
-
-
-@pytest.mark.parametrize(
-    "before, after, in_place",
-    [
-        ("public", "public", False),
-        ("public", "public", True),
-        ("library", "library", True),
-        ("library", "public", True),
-        ("library in shards", "library", True),
-    ],
-)
-def test_a_kill_leaves_the_old_model_or_the_new(
-    forms, before, after, in_place, tmp_path, monkeypatch, no_fsync, request
-):
-    if in_place:
-        request.getfixturevalue("no_exchange")
-    base, folder = forms[after], tmp_path / "out"
-    sub, seen = folder / "submission", set()
-    old = tmp_path / "old"
-    companions = [path for path in base.iterdir() if path.suffix != ".safetensors" and path.name != INDEX]
-    write_submission(forms[before], old, values(1).items(), {"score": 1})
-
-    def prepare():
-        folder.mkdir()
-        shutil.copytree(old, sub, copy_function=shutil.copy2)
-        shutil.copy2(record_path(old), record_path(sub))
-        assert read_record(sub) == {"score": 1}
-
-    def action():
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "copyfile", copy_slowly)
-            patch.setattr(module, "is_valid_model", lambda _: None)  # it reads only
-            write_submission(base, sub, values_slowly(2), {"score": 2})
-
-    def check(done):
-        stands = seed_of(sub), (read_record(sub) or {}).get("score")
-        assert stands == (2, 2) if done else stands in {(1, 1), (2, None), (2, 2)}
-        if done or before == after:
-            assert all((sub / file.name).read_bytes() == file.read_bytes() for file in companions)
-        seen.add(stands)
-        action()  # and the next write succeeds and tidies up
-        assert read_record(sub) == {"score": 2}
-        names = {path.name.partition(".previous")[0] for path in folder.iterdir()}
-        assert names == {"submission", "submission.record.json"}
-
-    kills = survive_every_kill(folder, prepare, action, check)
-    assert kills > 20 and seen == {(1, 1), (2, None), (2, 2)}
-    assert is_valid_model(sub) is None and seed_of(sub) == 2
-
-
-@pytest.mark.parametrize("mounted", [False, True])
-def test_a_kill_in_the_first_minute_is_made_good_by_the_next_start(
-    base, mounted, tmp_path, monkeypatch, no_fsync
-):
-    folder = tmp_path / "out"
-    sub = folder / "submission"
-
-    def prepare():
-        sub.mkdir(parents=True)
-        if mounted:
-            (sub / "lost+found").mkdir()
-
-    def action():
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "copyfile", copy_slowly)
-            patch.setattr(module, "is_valid_model", lambda _: None)
-            ensure_submission(base, sub)
-
-    def check(done):
-        ensure_submission(base, sub)
-        shutil.rmtree(sub / "lost+found", ignore_errors=True)
-        assert contents(sub) == contents(base)
-
-    assert survive_every_kill(folder, prepare, action, check) > 12
+# Power cuts
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -547,7 +391,7 @@ def test_everything_is_on_disk_before_the_switch(base, sub, in_place, monkeypatc
     write_submission(base, sub, values(1).items(), {})
     if in_place:
         request.getfixturevalue("no_exchange")
-    synced, switched, exchange, replace = record_fsync(monkeypatch), [], module._exchange, os.replace
+    synced, switched, exchange, replace = record_fsync(monkeypatch), [], install.exchange, os.replace
     names = set(contents(base)) | {".submission.new"}
 
     def checked_exchange(one, other):
@@ -557,12 +401,12 @@ def test_everything_is_on_disk_before_the_switch(base, sub, in_place, monkeypatc
 
     def checked_replace(source, target):
         if Path(target).name == INDEX:
-            shards = {f".model-0000{n}-of-00002.b.safetensors.tmp" for n in (1, 2)}
-            assert shards < set(synced) and synced[-1] == f".{INDEX}.tmp" and synced[-2] == "submission"
+            shards = {f".model-0000{n}-of-00002.b.safetensors.part" for n in (1, 2)} | {f".{INDEX}.part"}
+            assert shards < set(synced) and synced[-1] == "submission"
             switched.append("index")
         replace(source, target)
 
-    monkeypatch.setattr(module, "_exchange", checked_exchange)
+    monkeypatch.setattr(install, "exchange", checked_exchange)
     monkeypatch.setattr(os, "replace", checked_replace)
     write_submission(base, sub, values(2).items(), {})
     assert switched == (["exchange", "index"] if in_place else ["exchange"])
