@@ -43,8 +43,8 @@ def status(out: Path) -> dict:
     return json.loads((out / "status.json").read_text())
 
 
-def at_call(monkeypatch, owner: type, method: str, number: int, do) -> None:
-    """Calls `do` before the call of that number."""
+def at_call(monkeypatch, owner: type, method: str, number: int, do) -> list[int]:
+    """Calls `do` before the call of that number; the list holds the number of calls."""
     original, calls = getattr(owner, method), [0]
 
     def counted(self, *args, **kwargs):
@@ -54,6 +54,7 @@ def at_call(monkeypatch, owner: type, method: str, number: int, do) -> None:
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, method, counted)
+    return calls
 
 
 def send(number: int):
@@ -198,9 +199,10 @@ PLACES = {
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(place, whole, folder, tmp_path, monkeypatch):  # noqa: F811
     owner, method, call, saved = PLACES[place]
     with monkeypatch.context() as patch:
-        at_call(patch, owner, method, call, send(signal.SIGUSR1))
+        calls = at_call(patch, owner, method, call, send(signal.SIGUSR1))
         with pytest.raises(StopRun, match="SIGUSR1") as stop:
             run(folder, tmp_path, *STOPPED)
+    assert calls[0] == call + ("second" in place)  # nothing is done in vain
     assert stop.value.code == 138 and status(tmp_path)["exit_code"] == 138
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ([f"checkpoint-{saved}"] if saved else [])
     trainer = run(folder, tmp_path, *STOPPED)

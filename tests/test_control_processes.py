@@ -152,7 +152,7 @@ def train_sh(folder: Path, name: str, *flags) -> Run:  # noqa: F811
     run.out, run.log = folder / name, folder / f"{name}.log"
     settings = {
         "MODEL": folder / "base", "DATA": folder / "train", "VAL": folder / "val", "OUT": run.out,
-        "NUM_GPUS": 0, "SUBMISSION": folder / f"{name}_submission", "PYTHON": sys.executable, "OMP_NUM_THREADS": 1,
+        "NUM_GPUS": 0, "SUBMISSION": folder / f"{name}_best", "PYTHON": sys.executable, "OMP_NUM_THREADS": 1,
     }  # fmt: skip
     run.bash = subprocess.Popen(
         ["bash", str(ROOT / "train.sh"), "--max_completion_length", "8", "--report_to", "none", *flags],
