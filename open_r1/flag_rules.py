@@ -1,0 +1,164 @@
+"""What arguments.py refuses: every bad combination of flags with its one sentence."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .advantages import LOSS_TYPES, SCALES
+from .protocol import MAX_NEW_TOKENS
+
+if TYPE_CHECKING:
+    from .arguments import GRPOArguments, RecipeArguments
+
+ENGINES = ("fast", "transformers")
+
+
+def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, str]]:
+    """What must not be, each with its sentence."""
+    accumulation, per_rollout = args.gradient_accumulation_steps, args.updates_per_rollout
+    evaluates = bool(recipe.val_dataset or recipe.ood_val_dataset)
+    return [
+        (
+            not recipe.dataset_name,
+            "--dataset_name is missing: set it to a folder, a JSONL file or a hub name",
+        ),
+        (
+            args.per_device_train_batch_size != 1,
+            f"--per_device_train_batch_size {args.per_device_train_batch_size}: a forward pass "
+            "takes one packed row; set it "
+            "to 1 and put more prompts into a row with --prompts_per_row",
+        ),
+        *(
+            (value is not None and value < 1, f"--{name} {value}: set 1 or more")
+            for name, value in (
+                ("max_completion_length", args.max_completion_length),
+                ("steps_per_generation", args.steps_per_generation),
+                ("num_iterations", args.num_iterations),
+                ("eval_limit", args.eval_limit),
+                ("save_total_limit", args.checkpoints_kept),
+                ("patience", args.patience),
+                ("max_nonfinite", args.max_nonfinite),
+            )
+        ),
+        *(
+            (value not in ("no", "steps"), f"--{name} {value.value}: set no or steps")
+            for name, value in (("eval_strategy", args.eval_strategy), ("save_strategy", args.save_strategy))
+        ),
+        *(
+            (value is not None and value != int(value), f"--{name} {value:g}: set a whole number of updates")
+            for name, value in (("save_steps", args.save_steps), ("eval_steps", args.eval_steps))
+        ),
+        (
+            args.max_steps > 0 and args.max_steps % max(1, per_rollout) != 0,
+            f"--max_steps {args.max_steps} is no multiple of the {per_rollout} updates of a "
+            "rollout: the run would end, "
+            "and be resumed, in the middle of one",
+        ),
+        (args.prompts_per_row < 1, f"--prompts_per_row {args.prompts_per_row}: set it to 1 or more"),
+        (
+            args.num_generations < 2,
+            f"--num_generations {args.num_generations}: an advantage compares the completions of a "
+            "group; set 2 or more",
+        ),
+        (
+            args.steps_per_generation % accumulation != 0 or args.steps_per_generation < accumulation,
+            f"--steps_per_generation {args.steps_per_generation} is no multiple of "
+            "--gradient_accumulation_steps "
+            f"{accumulation}: a rollout must make whole updates",
+        ),
+        (
+            args.save_strategy != "no" and args.save_steps % max(1, per_rollout) != 0,
+            f"--save_steps {args.save_steps:g} is no multiple of the {per_rollout} updates of a "
+            "rollout: a checkpoint must "
+            "fall between two rollouts",
+        ),
+        (
+            args.loss_type not in LOSS_TYPES,
+            f"--loss_type {args.loss_type}: set one of {', '.join(LOSS_TYPES)}",
+        ),
+        (
+            args.scale_rewards not in SCALES,
+            f"--scale_rewards {args.scale_rewards}: set one of {', '.join(SCALES)}",
+        ),
+        (
+            args.rollout_engine not in ENGINES,
+            f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}",
+        ),
+        (
+            (args.max_hours or 0) < 0,
+            f"--max_hours {args.max_hours}: set the hours that the run may take, or 0 for no limit",
+        ),
+        (
+            args.patience is not None and args.eval_strategy == "no",
+            f"--patience {args.patience} without validation: set --eval_strategy steps, or leave it out",
+        ),
+        (
+            args.on_nonfinite not in ("stop", "skip"),
+            f"--on_nonfinite {args.on_nonfinite}: set stop or skip",
+        ),
+        (
+            args.temperature <= 0,
+            f"--temperature {args.temperature}: completions of a group must differ; set it above 0",
+        ),
+        (not 0 < args.top_p <= 1, f"--top_p {args.top_p}: set it above 0 and up to 1"),
+        (args.top_k < 0, f"--top_k {args.top_k}: set 0 (off) or more"),
+        (not 0 <= (args.min_p or 0) <= 1, f"--min_p {args.min_p}: set it between 0 and 1"),
+        (not 0 <= recipe.prompt_mix <= 1, f"--prompt_mix {recipe.prompt_mix}: a share, between 0 and 1"),
+        (
+            not 0 < recipe.reward_timeout < float("inf"),
+            f"--reward_timeout {recipe.reward_timeout:g}: set the seconds that a reward function may take",
+        ),
+        (
+            recipe.max_reward_failures < 0,
+            f"--max_reward_failures {recipe.max_reward_failures}: set 0 or more",
+        ),
+        (args.beta < 0, f"--beta {args.beta}: set 0 (no KL term) or more"),
+        (
+            args.max_completion_length > MAX_NEW_TOKENS,
+            f"--max_completion_length {args.max_completion_length}: the grader cuts completions "
+            f"after {MAX_NEW_TOKENS} "
+            f"tokens; set at most that",
+        ),
+        (
+            bool(args.fp16),
+            "--fp16: rewards of policies trained in fp16 are noise more often than not; use --bf16",
+        ),
+        (
+            bool(args.auto_find_batch_size),
+            "--auto_find_batch_size: a row is never cut; lower --prompts_per_row",
+        ),
+        (
+            bool(args.torch_compile),
+            "--torch_compile: attention is compiled already, the rest has changing shapes",
+        ),
+        (
+            args.eval_strategy != "no" and not evaluates,
+            f"--eval_strategy {args.eval_strategy.value} without rows: set --val_dataset or "
+            "--ood_val_dataset",
+        ),
+        (
+            bool(recipe.submission_dir) and args.eval_strategy == "no",
+            f"--submission_dir {recipe.submission_dir} without validation: the best model cannot be "
+            "known; set --val_dataset "
+            "or --ood_val_dataset and --eval_strategy steps",
+        ),
+        (
+            bool(recipe.submission_dir) and _inside(args.output_dir, recipe.submission_dir),
+            f"--output_dir {args.output_dir} lies in --submission_dir {recipe.submission_dir}: the "
+            "submission holds a model "
+            "and nothing else; set another --output_dir",
+        ),
+        (
+            bool(args.save_only_model) and args.save_strategy != "no",
+            "--save_only_model: such a checkpoint cannot be resumed; leave it out (the submission "
+            "is the full model)",
+        ),
+        (
+            bool(args.load_best_model_at_end),
+            "--load_best_model_at_end: the best validated model goes into --submission_dir; leave it out",
+        ),
+    ]
+
+
+def _inside(folder: str, outer: str) -> bool:
+    folder, outer = Path(folder).resolve(), Path(outer).resolve()
+    return folder == outer or outer in folder.parents
