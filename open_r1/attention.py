@@ -22,6 +22,7 @@ CACHE = (
     else "past_key_values"
 )
 BLOCK = 128  # tokens of a block of FlexAttention's mask
+RECOMPILE_LIMIT = 64  # of one compiled function
 NOTHING, PART, ALL = 0, 1, 2  # what the queries of one block see of the keys of another
 
 
@@ -96,9 +97,11 @@ _compiled: dict[str, Callable] = {}
 
 
 def compiled(name: str, function: Callable) -> Callable:
-    """`function`, compiled once for all shapes. A shape too many must stop the run: the uncompiled kernels
+    """`function`, compiled for all shapes: again only for another use (with or without gradient, two sizes
+    that happen to be equal). More than RECOMPILE_LIMIT of them must stop the run: the uncompiled kernels
     would silently take up to 100 times longer."""
     if name not in _compiled:
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         _compiled[name] = torch.compile(function, dynamic=True)
     return _compiled[name]
