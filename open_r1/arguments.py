@@ -4,6 +4,7 @@ Names and meanings are those of TRL's GRPOConfig and ModelConfig and of R1-V; a 
 trainer does not honour is refused instead of ignored.
 """
 
+import json
 import warnings
 from dataclasses import MISSING, dataclass, field, fields
 
@@ -175,6 +176,12 @@ class GRPOArguments(GRPOConfig):
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
         self.logging_nan_inf_filter = False  # a NaN must be seen, not replaced by the mean
+
+    @property
+    def deepspeed_settings(self) -> dict:
+        """DeepSpeed's configuration, as its file has it; empty without one."""
+        given = self.deepspeed or {}
+        return given if isinstance(given, dict) else json.loads(Path(given).read_bytes())
 
     @property
     def processes(self) -> int:

@@ -31,10 +31,10 @@ def shortage(needs: list[tuple[Path, int, str]]) -> str | None:
     sentence about a disk that is too small: what lies on the same disk is added up."""
     disks: dict[int, list[tuple[Path, int, str]]] = {}
     for folder, size, what in needs:
-        disks.setdefault(_existing(folder).stat().st_dev, []).append((folder, size, what))
+        disks.setdefault(existing(folder).stat().st_dev, []).append((folder, size, what))
     for wanted in disks.values():
-        place, total = _existing(wanted[0][0]), sum(size for _, size, _ in wanted)
-        free = shutil.disk_usage(place).free
+        place, total = existing(wanted[0][0]), sum(size for _, size, _ in wanted)
+        free = free_bytes(place)
         if free < total * MARGIN:
             parts = " and ".join(f"{size / 1e9:.2f} GB for {what}" for _, size, what in wanted if size)
             return f"the disk of {place} has {free / 1e9:.2f} GB free and needs {parts}"
@@ -47,7 +47,13 @@ def require(folder: Path, size: int, what: str) -> None:
         raise OSError(errno.ENOSPC, fault)
 
 
-def _existing(folder: Path) -> Path:
+def free_bytes(folder: Path) -> int:
+    """Of the disk that the folder lies on, or will lie on."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
     folder = Path(os.path.abspath(folder))
     return next(path for path in (folder, *folder.parents) if path.exists())
 

@@ -27,6 +27,7 @@ from .machine_checks import number_of
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 
+ZERO3 = Path(__file__).resolve().parent.parent / "zero3.json"
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
@@ -75,10 +76,12 @@ def preflight(
     recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, registry: dict[str, Callable]
 ) -> Run:
     """Makes every check on every rank (rank 0 alone looks at the rows) and shows the screen on rank 0; that
-    of a run which starts is kept as OUT/preflight.txt. Raises NotReady on rank 0, and SystemExit on the
-    others, when a rank found a fault."""
+    of a run which starts is kept as OUT/preflight.txt. A dry run is one process, and counts on one for each
+    GPU that it sees and on zero3.json, which is what train.sh launches. Raises NotReady on rank 0, and
+    SystemExit on the others, when a rank found a fault."""
     if recipe.dry_run and args.world_size == 1 and args.device.type == "cuda":
         args.planned_processes = torch.cuda.device_count()
+        args.deepspeed = args.deepspeed or str(ZERO3)
     run = Run(recipe, args, model_args, registry, machine_checks.devices(args))
     lines, faults = look(run)
     of_ranks = gather_object([faults])
@@ -285,11 +288,7 @@ def check_devices(run: Run) -> Found:
 
 
 def check_memory(run: Run) -> Found:
-    """Under DeepSpeed as it is set up; a dry run, which is not launched, counts on train.sh's zero3.json."""
-    deepspeed = getattr(run.args, "hf_deepspeed_config", None)
-    stage = deepspeed.get_value("zero_optimization.stage", 0) if deepspeed else 0
-    if run.args.planned_processes:
-        stage = 3
+    stage = run.args.deepspeed_settings.get("zero_optimization", {}).get("stage", 0)
     return machine_checks.check_memory(run.devices, run.parameters, run.args, stage)
 
 
@@ -346,6 +345,7 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("memory", check_memory, ("flags", "parameters")),
     ("update", check_updates, ("flags", "rows")),
     ("start", start.check_start, ("base", "rows", "rewards")),
+    ("submission", start.check_submission, ("base",)),
     ("disk", start.check_disk, ("identity",)),
     ("hours", check_hours, ()),
 ]

@@ -77,7 +77,7 @@ def defining_flags(recipe: RecipeArguments, args: GRPOArguments) -> dict[str, An
     if _schedule_depends_on_the_end(args):
         flags["max_steps"] = args.max_steps
     if args.deepspeed:
-        flags |= _flat("deepspeed", json.loads(Path(args.deepspeed).read_bytes()))
+        flags |= _flat("deepspeed", args.deepspeed_settings)
     plain = {name: value.value if isinstance(value, Enum) else value for name, value in flags.items()}
     return json.loads(json.dumps(dict(sorted(plain.items())), default=str))
 

@@ -3,13 +3,16 @@
 The checks take a preflight.Run, and return (lines to show, faults to change).
 """
 
+import os
 from pathlib import Path
 
 from . import disk, run_identity
 from .arguments import GRPOArguments
 from .complete import checkpoint_fault, complete_marker, newest_complete, own_checkpoints
 from .install import holds_something
+from .machine_checks import number_of
 from .pickles import refuse_code
+from .submission import refuse_place
 
 Found = tuple[list[str], list[str]]  # lines, faults
 
@@ -24,10 +27,10 @@ def find_checkpoint(args: GRPOArguments) -> tuple[Path, dict] | None:
         found = Path(asked), complete_marker(asked)
     else:
         found = newest_complete(args.output_dir)
-    if found and found[1]["world_size"] != args.world_size:
+    if found and found[1]["world_size"] != args.processes:
         raise ValueError(
             f"{found[0]} was written by {found[1]['world_size']} processes and this run has "
-            f"{args.world_size}: run with as many, or start a new run from the best weights: "
+            f"{args.processes}: run with as many, or start a new run from the best weights: "
             "MODEL=(the submission) SUBMISSION=(another folder) OUT=(another folder)"
         )
     return found
@@ -52,23 +55,36 @@ def check_disk(run) -> Found:
     new submission beside the old one."""
     if not run.is_main:
         return [], []
-    args, needs, lines = run.args, [], []
+    args, needs = run.args, []
     if args.save_strategy != "no":
         size = disk.checkpoint_bytes(run.base, bool(args.deepspeed))
         own = own_checkpoints(run.out, run.identity["run"])
         left = args.max_steps - (run.done[1]["step"] if run.done else 0)
         copies = max(0, min(2 - len(own), -(-left // int(args.save_steps))))
-        needs.append((run.out, copies * size, number(copies, "checkpoint")))
-        lines.append(f"a checkpoint of {size / 1e9:.2f} GB every {args.save_steps:g} updates")
+        needs.append((run.out, copies * size, number_of(copies, "checkpoint")))
     if run.recipe.submission_dir:
         submission, size = Path(run.recipe.submission_dir).resolve(), disk.model_bytes(run.base)
         copies = 1 if holds_something(submission) else 2
-        needs.append((submission.parent, copies * size, number(copies, "submission")))
-        lines.append(f"a submission of {size / 1e9:.2f} GB")
-    fault = disk.shortage(needs)
-    advice = "make room, or set OUT or SUBMISSION to a folder on a larger disk"
-    return [" and ".join(lines) or "nothing but logs"], [f"{fault}; {advice}"] if fault else []
+        needs.append((submission.parent, copies * size, number_of(copies, "submission")))
+    faults = [
+        f"{place} cannot be written: set OUT and SUBMISSION to folders elsewhere"
+        for place in dict.fromkeys(disk.existing(folder) for folder, _, _ in needs)
+        if not os.access(place, os.W_OK)
+    ]
+    if fault := disk.shortage(needs):
+        faults.append(f"{fault}; make room, or set OUT or SUBMISSION to a folder on a larger disk")
+    return [
+        f"{folder}: {disk.free_bytes(folder) / 1e9:,.2f} GB free, {size / 1e9:,.2f} needed for {what}"
+        for folder, size, what in needs
+    ] or ["nothing but logs is written"], faults
 
 
-def number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def check_submission(run) -> Found:
+    """What stands in the submission's place, by its headers."""
+    if not (run.is_main and run.recipe.submission_dir):
+        return [], []
+    submission = Path(run.recipe.submission_dir)
+    refuse_place(run.base, submission)
+    if holds_something(submission):
+        return [f"{submission} holds a model, which is measured first and is the one to beat"], []
+    return [f"{submission} is empty: the base stands there from the first minute"], []

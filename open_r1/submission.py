@@ -13,7 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import HEAD, INDEX, SINGLE, Slot, is_valid_model, read_header, tensor_slots, weight_files
+from .checkpoint import (
+    HEAD,
+    INDEX,
+    SINGLE,
+    Slot,
+    file_fault,
+    is_valid_model,
+    read_header,
+    refuse_other_kinds,
+    tensor_slots,
+    weight_files,
+)
 from .disk import model_bytes, shortage
 from .install import (
     FOUND,
@@ -37,10 +48,7 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
     else, is the base's own, or lies where a new model beside the old one does not fit or cannot be written.
     """
     base, submission = Path(base).resolve(), Path(submission).resolve()
-    if base == submission or base in submission.parents or submission in base.parents:
-        raise ValueError(f"SUBMISSION {submission} would overwrite the base model {base}; set it elsewhere.")
-    if submission.exists() and not submission.is_dir():
-        raise ValueError(f"SUBMISSION {submission} is not a folder; set it to a new or empty folder.")
+    refuse_place(base, submission)
     tidy(submission)
     stands = holds_something(submission)
     submission.parent.mkdir(parents=True, exist_ok=True)
@@ -49,14 +57,8 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
     if fault := _shortage(base, submission, copies=1 if stands else 2):
         raise ValueError(f"{fault}; make room or set SUBMISSION to a folder on a larger disk.")
     if stands:
-        fault = is_valid_model(submission)
-        if fault is None and _shapes(submission) != _shapes(base):
-            fault = f"its tensors are not those of {base}"
-        if fault:
-            raise ValueError(
-                f"SUBMISSION {submission} holds something that is no valid model like the base "
-                f"({fault.rstrip('.')}), and is left alone; set it to a new or empty folder."
-            )
+        if fault := is_valid_model(submission) or _header_fault(base, submission):
+            raise ValueError(_left_alone(submission, fault))
         return True
     with staging_folder(submission) as new:
         _copy_companions(base, new)
@@ -65,6 +67,35 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
         _load_once(new, submission)
         install(new, submission, {"recipe": "base", "step": 0})
     return False
+
+
+def refuse_place(base: Path, submission: Path) -> None:
+    """Raise ValueError where no submission may stand, as headers tell. Nothing is loaded or written."""
+    base, submission = base.resolve(), submission.resolve()
+    if base == submission or base in submission.parents or submission in base.parents:
+        raise ValueError(f"SUBMISSION {submission} would overwrite the base model {base}; set it elsewhere.")
+    if submission.exists() and not submission.is_dir():
+        raise ValueError(f"SUBMISSION {submission} is not a folder; set it to a new or empty folder.")
+    if holds_something(submission) and (fault := _header_fault(base, submission)):
+        raise ValueError(_left_alone(submission, fault))
+
+
+def _header_fault(base: Path, submission: Path) -> str | None:
+    try:
+        refuse_other_kinds(submission)
+        for file in weight_files(submission):
+            if fault := file_fault(submission / file):
+                return fault
+        return None if _shapes(submission) == _shapes(base) else f"its tensors are not those of {base}"
+    except ValueError as error:
+        return str(error)
+
+
+def _left_alone(submission: Path, fault: str) -> str:
+    return (
+        f"SUBMISSION {submission} holds something that is no valid model like the base "
+        f"({fault.rstrip('.')}), and is left alone; set it to a new or empty folder."
+    )
 
 
 def write_submission(

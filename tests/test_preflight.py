@@ -1,5 +1,6 @@
 """The preflight: each check fails for what it looks for, and all faults come together."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from tests.data_sets import encoded, table
 from tests.test_grpo import ROOT, flags, folder, parse, run  # noqa: F401 (folder is a fixture)
 from tests.tiny import PAD, noise_image, save_public_form, tiny_config, tiny_processor
 
+TINY_PARAMETERS = 319_360  # of the tests' model
 LETTERS = "def letters(completions, **kwargs): return [len(c[0]['content']) for c in completions]\n"
 FIRST, SECOND = (f"model-{number:05}-of-00002.safetensors" for number in (1, 2))
 
@@ -279,6 +281,45 @@ def test_memory_that_is_certain_to_be_needed():
     on_cpu = gpu_args(2, device=torch.device("cpu"), bf16=False)
     _, faults = machine_checks.check_memory([host, host], parameters, on_cpu, 0)
     assert len(faults) == 1 and "CPU has 80.0 GiB free and 82.3 are needed" in faults[0]
+
+
+def test_a_full_disk_and_one_that_cannot_be_written(folder, tmp_path, monkeypatch):  # noqa: F811
+    more = ("--max_steps", 4, "--save_steps", 2, "--val_dataset", folder / "val", "--eval_strategy", "steps")
+    more = (*more, "--submission_dir", tmp_path / "submission", "--dry_run", "true")
+    usage = shutil.disk_usage(tmp_path)
+    size = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors"))
+    need = 2 * size + 2 * 12 * TINY_PARAMETERS  # two submissions, two checkpoints
+    for free, fits in ((need * 1.05, True), (need, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=int(free)))
+        with contextlib.nullcontext() if fits else pytest.raises(preflight.NotReady) as refusal:
+            run(folder, tmp_path / "out", *more)
+    assert re.search(
+        r"1\. the disk of .* free and needs .* GB for 2 checkpoints and .* GB for 2 submissions; make room",
+        str(refusal.value),
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(preflight.NotReady, match=f"1. {tmp_path} cannot be written: set OUT and SUBMISSION"):
+        run(folder, tmp_path / "out2", *more)
+
+
+def test_a_place_where_no_submission_may_stand(folder, base, tmp_path, capsys):  # noqa: F811
+    more = ("--max_steps", 1, "--val_dataset", folder / "val", "--eval_strategy", "steps", "--dry_run", True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/todo.txt").write_text("mine")
+    change(base / "config.json", model_type="llama")
+    for place, sentence in (
+        (folder / "base", "would overwrite the base model"),
+        (tmp_path / "notes/todo.txt", "is not a folder"),
+        (tmp_path / "notes", "holds something that is no valid model like the base"),
+        (base, "is a 'llama' model"),
+    ):
+        refused = f"1 thing to change\n  1. SUBMISSION {place} .*{sentence}"
+        with pytest.raises(preflight.NotReady, match=refused):
+            run(folder, tmp_path / "out", *more, "--submission_dir", place)
+    change(base / "config.json", model_type="qwen2_vl")
+    run(folder, tmp_path / "out", *more, "--submission_dir", base)
+    assert f"{base} holds a model, which is measured first" in " ".join(capsys.readouterr().out.split())
 
 
 # --- several ranks
