@@ -154,8 +154,8 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
     ]
     if brought:
         listed = ", ".join(f"{name} {value:g}" for name, value in brought.items())
-        trap = " (always the likeliest token: nothing would be learned)" if brought.get("top_k") == 1 else ""
-        lines.append(f"not used: generation_config.json's {listed}{trap}")
+        trap = " (greedy: no learning)" if brought.get("top_k") == 1 else ""
+        lines.append(f"not used: the model's own {listed}{trap}")
     penalty = settings.repetition_penalty or 1.0
     if penalty != 1:
         lines.append(f"its repetition_penalty {penalty:g} acts in validation and the grader, not in rollouts")

@@ -321,8 +321,10 @@ def check_updates(run: Run) -> Found:
 
 
 def check_hours(run: Run) -> Found:
-    limit = f"at most {run.args.max_hours:g} (--max_hours); " if run.args.max_hours else ""
-    return [f"{limit}a plan of them is printed after the third update, once the length of one is known"], []
+    limit = run.args.max_hours
+    if not limit:
+        return ["no limit (--max_hours); the line of each update says when the last one is expected"], []
+    return [f"at most {limit:g} (--max_hours); how they are spent is printed after the third update"], []
 
 
 CHECKS = [  # name, function, what an earlier check must have left in the Run

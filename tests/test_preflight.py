@@ -149,8 +149,7 @@ def test_generation_settings(base):
     lines, _ = model_checks.check_generation(base, config, parse("--output_dir", "o", "--use_cpu", "true")[1])
     assert lines == [
         "rollouts: --temperature 1 --top_p 1 --top_k 0; validation and grader: greedy",
-        "not used: generation_config.json's temperature 0.01, top_k 1, top_p 0.001 (always the likeliest "
-        "token: nothing would be learned)",
+        "not used: the model's own temperature 0.01, top_k 1, top_p 0.001 (greedy: no learning)",
         "its repetition_penalty 1.05 acts in validation and the grader, not in rollouts",
     ]
 
