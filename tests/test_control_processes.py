@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from open_r1.checkpoint import complete_marker
+from open_r1.complete import complete_marker
 from tests.test_distributed import folder, launch_flags, one  # noqa: F401 (fixtures)
 from tests.test_grpo import lines
 

@@ -7,7 +7,8 @@ import torch
 
 from open_r1 import grpo
 from open_r1 import trainer as module
-from open_r1.checkpoint import complete_marker, load_policy
+from open_r1.checkpoint import load_policy
+from open_r1.complete import complete_marker
 from open_r1.control import StopRun
 from open_r1.grpo import reward_funcs_registry
 from tests.test_grpo import folder, lines, run  # noqa: F401 (a fixture)
