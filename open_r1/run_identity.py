@@ -33,7 +33,7 @@ NOT_DEFINING = {
     "ood_val_dataset", "submission_dir", "max_reward_failures", "reward_timeout", "check_data",
     "skip_bad_rows", "dry_run", "accept_changes", "max_hours", "max_hours_cumulative", "patience",
     "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "save_steps",
-    "gradient_checkpointing",
+    "gradient_checkpointing", "on_nonfinite", "max_nonfinite",
 }  # fmt: skip
 # The Trainer's own flags that do.
 DEFINING = {
