@@ -7,6 +7,7 @@ trainer does not honour is refused instead of ignored.
 import json
 import warnings
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig
