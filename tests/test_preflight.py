@@ -390,3 +390,12 @@ def test_a_folder_that_cannot_be_made_is_a_fault_like_others(folder, tmp_path): 
     (tmp_path / "file").write_text("")
     with pytest.raises(preflight.NotReady, match="1 thing to change\n  1. .*Not a directory"):
         run(folder, tmp_path / "file/out", "--max_steps", 1, "--dry_run", "true")
+
+
+def test_deepspeed_settings_come_from_the_file_or_as_they_are(tmp_path):
+    _, args, _ = parse("--output_dir", tmp_path, "--use_cpu", "true")
+    assert args.deepspeed_settings == {}
+    args.deepspeed = str(preflight.ZERO3)
+    assert args.deepspeed_settings["zero_optimization"]["stage"] == 3
+    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    assert args.deepspeed_settings == args.deepspeed
