@@ -62,6 +62,10 @@ class RecipeArguments:
             "help": "Names of reward_funcs_registry in grpo.py, or dotted paths (package.module.function)."
         },
     )
+    reward_options: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Parameters of reward functions: NAME.PARAMETER=VALUE …"},
+    )
     max_reward_failures: int = field(
         default=3,
         metadata={"help": "A reward function that fails more often, on all ranks together, stops the run."},
@@ -109,6 +113,20 @@ class GRPOArguments(GRPOConfig):
     )
     prompts_per_row: int = field(
         default=1, metadata={"help": "Prompts (with all their completions) in a packed row."}
+    )
+    vote_generations: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of a prompt that vote; the first num_generations of them are trained on. "
+            "None: num_generations."
+        },
+    )
+    vocab_limit: int | None = field(
+        default=None,
+        metadata={
+            "help": "The first logits that a reward's entropy and self-certainty look at. None: all, "
+            "those beyond the tokenizer too."
+        },
     )
     rollout_engine: str = field(
         default="fast", metadata={"help": "fast, or transformers (model.generate; slow)."}
@@ -168,6 +186,8 @@ class GRPOArguments(GRPOConfig):
             super(GRPOConfig, self).__post_init__()
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
+        if self.vote_generations is None:
+            self.vote_generations = self.num_generations
         self.scale_rewards = {"True": "group", "False": "none"}.get(
             str(self.scale_rewards), self.scale_rewards
         )

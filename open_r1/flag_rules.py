@@ -34,6 +34,7 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
                 ("steps_per_generation", args.steps_per_generation),
                 ("num_iterations", args.num_iterations),
                 ("eval_limit", args.eval_limit),
+                ("vocab_limit", args.vocab_limit),
                 ("save_total_limit", args.checkpoints_kept),
                 ("patience", args.patience),
                 ("max_nonfinite", args.max_nonfinite),
@@ -58,6 +59,11 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             args.num_generations < 2,
             f"--num_generations {args.num_generations}: an advantage compares the completions of a "
             "group; set 2 or more",
+        ),
+        (
+            args.vote_generations < args.num_generations,
+            f"--vote_generations {args.vote_generations}: those that are trained on vote too; set at least "
+            f"--num_generations {args.num_generations}",
         ),
         (
             args.steps_per_generation % accumulation != 0 or args.steps_per_generation < accumulation,

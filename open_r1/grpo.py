@@ -31,6 +31,7 @@ from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
 from open_r1.keep_best import KeepBest
+from open_r1.label_free import majority_vote_reward, negative_entropy_reward, self_certainty_reward
 from open_r1.preflight import preflight
 from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
@@ -73,6 +74,9 @@ def format_reward(completions: list[list[dict]], truncated: list[bool], **kwargs
 reward_funcs_registry = {
     "accuracy": accuracy_reward,
     "format": format_reward,
+    "majority_vote": majority_vote_reward,
+    "self_certainty": self_certainty_reward,
+    "negative_entropy": negative_entropy_reward,
 }
 
 

@@ -26,6 +26,7 @@ from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .machine_checks import number_of
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
+from .scoring import TOKEN_STATISTICS
 
 ZERO3 = Path(__file__).resolve().parent.parent / "zero3.json"
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
@@ -162,7 +163,9 @@ def check_model(run: Run) -> Found:
     run.base = local_model(run.model_args.model_name_or_path)
     run.config = model_checks.check_config(run.base)
     run.parameters = sum(map(math.prod, model_checks.parameter_shapes(run.config).values()))
-    return [f"{run.base} ({run.parameters:,} parameters)"], []
+    limit, vocabulary = run.args.vocab_limit or 0, run.config.get_text_config().vocab_size
+    too_high = f"--vocab_limit {limit}: the model has {vocabulary} logits; set at most that"
+    return [f"{run.base} ({run.parameters:,} parameters)"], [too_high] if limit > vocabulary else []
 
 
 def check_weights(run: Run) -> Found:
@@ -255,8 +258,21 @@ def check_validation_rows(run: Run) -> Found:
 
 def check_rewards(run: Run) -> Found:
     recipe, weights = run.recipe, run.args.reward_weights
-    run.rewards = resolve_rewards(recipe.reward_funcs, weights, run.registry, recipe.reward_timeout)
-    return [], []
+    options = recipe.reward_options
+    run.rewards = resolve_rewards(recipe.reward_funcs, weights, run.registry, recipe.reward_timeout, options)
+    return [], unused_flags(run.args, run.rewards)
+
+
+def unused_flags(args: GRPOArguments, rewards: list[Reward]) -> list[str]:
+    """Flags about what none of the rewards asks for."""
+    votes, limit = args.vote_generations, args.vocab_limit
+    faults = []
+    if votes > args.num_generations and not any(reward.wants("votes") for reward in rewards):
+        faults.append(f"--vote_generations {votes}: no reward counts votes; add majority_vote")
+    if limit and not any(reward.wants(name) for reward in rewards for name in TOKEN_STATISTICS):
+        names = " or ".join(TOKEN_STATISTICS)
+        faults.append(f"--vocab_limit {limit}: no reward asks for {names}; leave it out")
+    return faults
 
 
 def check_gold(run: Run) -> Found:
@@ -305,9 +321,12 @@ def check_updates(run: Run) -> Found:
     epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
     processes = number_of(args.processes, "process")
     rows = number_of(args.gradient_accumulation_steps, "row")
+    votes = args.vote_generations
+    voting = f", the first of {votes} that vote" if votes > args.num_generations else ""
     lines = [
         f"{number_of(args.prompts_per_update, 'prompt')} ({processes} x {rows} x {args.prompts_per_row}) x "
-        f"{args.num_generations} completions of up to {args.max_completion_length} tokens",
+        f"{args.num_generations} completions of up to {args.max_completion_length} tokens"
+        f"{voting}",
         f"{number_of(args.max_steps, 'update')}, {args.updates_per_rollout} a rollout: {epochs:.2f} epochs, "
         f"in {'bf16' if args.bf16 else 'float32'} over float32 master weights",
     ]

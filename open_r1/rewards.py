@@ -10,10 +10,11 @@ nothing is computed that no function asks for. None means "cannot judge".
 import copy
 import importlib
 import inspect
+import json
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ EXTRAS = {
     "completion_ids": "token ids, list[int], with the end-of-sequence token when it was reached",
     "truncated": "True when no end-of-sequence token was reached, bool",
     "images": "the prompt's images, list[PIL.Image]",
+    "votes": "texts of all --vote_generations completions of the prompt, tuple[str, ...]",
     "entropy": "entropy of the policy at each token in nats, Tensor [T]",
     "self_certainty": "KL(uniform || policy) at each token, Tensor [T]",
 }
@@ -41,12 +43,14 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its name and weight; weight 0 is logged only. A call may take `timeout` s."""
+    """A reward function with its name and weight; weight 0 is logged only. A call may take `timeout` s, and
+    gets `options` by name."""
 
     name: str
     function: Callable
     weight: float
     timeout: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -67,7 +71,7 @@ class Reward:
         expected = len(available["completions"])
         try:
             with time_limit(self.timeout):
-                values = self.function(**self.arguments(available))
+                values = self.function(**self.arguments(available), **self.options)
                 values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
         except TimeIsUp as alarm:
             limit = f"--reward_timeout {self.timeout:g} s"
@@ -108,9 +112,10 @@ def resolve_rewards(
     weights: Sequence[float] | None,
     registry: dict[str, Callable],
     timeout: float = Reward.timeout,
+    options: Sequence[str] = (),
 ) -> list[Reward]:
-    """Names of the registry or dotted paths (package.module.function) -> rewards. ValueError names what is
-    wrong."""
+    """Names of the registry or dotted paths (package.module.function) -> rewards, with `options` of the form
+    NAME.PARAMETER=VALUE. ValueError names what is wrong."""
     weights = [1.0] * len(names) if weights is None else list(weights)
     if len(weights) != len(names):
         raise ValueError(
@@ -121,7 +126,33 @@ def resolve_rewards(
         raise ValueError(f"--reward_funcs {' '.join(names)} names a function twice: add its weights instead")
     if not any(weights):
         raise ValueError("--reward_weights are all 0: such functions are only logged; give one a weight")
-    return [Reward(n, _find(n, registry), w, timeout) for n, w in zip(names, weights, strict=True)]
+    rewards = [Reward(n, _find(n, registry), w, timeout) for n, w in zip(names, weights, strict=True)]
+    for option in options:
+        _set_option({reward.name: reward for reward in rewards}, option)
+    return rewards
+
+
+def _set_option(rewards: dict[str, Reward], option: str) -> None:
+    """Sets a parameter that has a default. A value is JSON (7.0, true, null), or else text."""
+    place, equals, value = option.partition("=")
+    name, _, parameter = place.rpartition(".")
+    if not equals or name not in rewards:
+        raise ValueError(
+            f"--reward_options {option}: give NAME.PARAMETER=VALUE, where NAME is of --reward_funcs "
+            f"({' '.join(rewards)})"
+        )
+    known = [
+        key
+        for key, one in rewards[name].parameters.items()
+        if one.default is not inspect.Parameter.empty and key not in EXTRAS
+    ]
+    if parameter not in known:
+        has = f"has {', '.join(known)}" if known else "has no options"
+        raise ValueError(f"--reward_options {option}: {name} {has}")
+    try:
+        rewards[name].options[parameter] = json.loads(value)
+    except json.JSONDecodeError:
+        rewards[name].options[parameter] = value
 
 
 def _find(name: str, registry: dict[str, Callable]) -> Callable:
@@ -145,6 +176,8 @@ def check_signature(reward: Reward, columns: Sequence[str]) -> None:
     """Refuses a function that needs an argument which neither the data set nor the trainer has, or both."""
     available = {"completions", *columns, *EXTRAS}
     for name, parameter in reward.parameters.items():
+        if name in reward.options and name in columns:
+            raise ValueError(f"--reward_options {reward.name}.{name}: {name} is a column too; rename that")
         if name in EXTRAS and name in columns:
             raise ValueError(
                 f"reward {reward.name} asks for {name}, which is a column of the data set and also what the "
@@ -234,14 +267,15 @@ def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
 
 
 def reward_arguments(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence], numbers: Sequence[int]
+    prompts: Sequence[Prompt], groups: Sequence[Sequence], numbers: Sequence[int], voters: Sequence[Sequence]
 ) -> dict[str, list]:
     """What functions may name, a value per completion: the rows' columns and the EXTRAS that need no
     forward pass.
 
-    groups are the completions of each prompt; `numbers` are
+    groups are the completions of each prompt, and voters those with the ones that only vote; `numbers` are
     the places of the prompts among those of all ranks.
     """
+    votes = [tuple(completion.text for completion in group) for group in voters]
     flat = [(i, completion) for i, group in enumerate(groups) for completion in group]
     arguments = {name: [prompts[i].columns[name] for i, _ in flat] for name in prompts[0].columns}
     return arguments | {
@@ -251,6 +285,7 @@ def reward_arguments(
         "completion_ids": [c.token_ids.tolist() for _, c in flat],
         "truncated": [c.truncated for _, c in flat],
         "images": [prompts[i].images for i, _ in flat],
+        "votes": [votes[i] for i, _ in flat],
     }
 
 
@@ -296,6 +331,7 @@ def _tried(
         "completion_ids": ids,
         "truncated": [False] * len(rows),
         "images": list(images),
+        "votes": [(text,) for text in texts],
         **{name: [torch.rand(len(row), generator=generator) for row in ids] for name in TOKEN_STATISTICS},
     }
     known = [value for value in reward(available) if not math.isnan(value)]

@@ -146,8 +146,9 @@ TOKEN_STATISTICS = {"entropy": entropy_of, "self_certainty": self_certainty_of}
 
 
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, statistic: str | None
-):
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, statistic: str | None,
+    vocab_limit: int | None,
+):  # fmt: skip
     """Replaces lm_head.forward on the policy: the head's weight is used inside this one module call."""
     weight = head.weight
     if torch.is_autocast_enabled(hidden.device.type):
@@ -155,7 +156,7 @@ def _head_forward(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if statistic is None:
         return ChunkedLogps.apply(hidden, weight, targets, temperature)
-    function = TOKEN_STATISTICS[statistic]
+    function, weight = TOKEN_STATISTICS[statistic], weight[:vocab_limit]
     return torch.cat(
         [function(chunk_logits(hidden[part], weight, temperature)) for part in _chunks(hidden.shape[0])]
     )
@@ -164,15 +165,18 @@ def _head_forward(
 def add_scoring_forward(model: nn.Module) -> nn.Module:
     """Turns the model's forward into packed row -> per-token log-probs [N], in place, and returns the model.
 
-    forward(**PackedRow.model_inputs(), temperature=…, statistic=None); a statistic ("entropy",
-    "self_certainty") returns that number per token instead, without gradient. The instance is patched, not
-    the class: a subclass of Qwen2VLForConditionalGeneration would load with a silently re-initialised text
-    tower.
+    forward(**PackedRow.model_inputs(), temperature=…, statistic=None, vocab_limit=None); a statistic
+    ("entropy", "self_certainty") returns that number per token instead, without gradient, of the first
+    `vocab_limit` logits. The instance is patched, not the class: a subclass of
+    Qwen2VLForConditionalGeneration would load with a silently re-initialised text tower.
     """
 
-    def forward(sources, targets, temperature: float = 1.0, statistic: str | None = None, **row) -> Tensor:
+    def forward(
+        sources, targets, temperature: float = 1.0, statistic: str | None = None,
+        vocab_limit: int | None = None, **row,
+    ) -> Tensor:  # fmt: skip
         hidden = row_hidden_states(model, **row)[sources]  # [N, H]
-        return model.lm_head(hidden, targets, temperature, statistic)
+        return model.lm_head(hidden, targets, temperature, statistic, vocab_limit)
 
     use_fused_layers(model)
     model.model.language_model.set_attn_implementation(ATTENTION)

@@ -31,6 +31,7 @@ from .data import CountingData, Prompt, PromptEncoder
 from .data_loader import prompt_places, rollout_prompts
 from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
+from .label_free import vote_numbers
 from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import PackedRow
 from .rewards import RewardCaller, reward_arguments
@@ -125,13 +126,14 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
         self.refresh()
         own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
         numbers = prompt_places(args)[own]
-        keys = sampling_keys(args.seed, number, numbers, args.num_generations)
-        groups = self.engine.generate(
-            prompts, args.num_generations, self.sampling, keys, self.run_control.interrupted
+        keys = sampling_keys(args.seed, number, numbers, args.vote_generations)
+        voters = self.engine.generate(
+            prompts, args.vote_generations, self.sampling, keys, self.run_control.interrupted
         )
+        groups = [group[: args.num_generations] for group in voters]
         self.run_control.agree()  # on all ranks, before a rollout that was given up on one is used
 
-        per_function = self.gather(self.reward(prompts, groups, numbers))  # [R * world, G, F]
+        per_function = self.gather(self.reward(prompts, groups, numbers, voters))  # [R * world, G, F]
         per_function = self.rewards.settle(per_function, args.world_size)
         weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
         rewards = combine_rewards(per_function, weights)  # [R * world, G]
@@ -142,7 +144,7 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
 
         per_completion = self.gather(completion_numbers(prompts, groups))
         logs = rollout_metrics(per_completion, rewards, per_function, names)
-        logs |= self.rewards.numbers()
+        logs |= self.rewards.numbers() | self.vote_metrics(prompts, voters)
         self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
         samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
         self.samples += [{"rollout": number, **sample} for sample in samples]
@@ -155,13 +157,29 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
     def sum_over_ranks(self, value: float) -> float:
         return float(self.accelerator.reduce(torch.tensor(value, device=self.args.device)))
 
-    def reward(self, prompts: list[Prompt], groups: list[Group], numbers: list[int]) -> Tensor:
+    def reward(
+        self, prompts: list[Prompt], groups: list[Group], numbers: list[int], voters: list[Group]
+    ) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
-        available = reward_arguments(prompts, groups, numbers)
+        available = reward_arguments(prompts, groups, numbers, voters)
         for statistic in TOKEN_STATISTICS:
             if any(reward.wants(statistic) for reward in self.rewards.rewards):
                 available[statistic] = self.token_statistic(prompts, groups, statistic)
         return self.rewards(available).view(len(groups), self.args.num_generations, -1)
+
+    def vote_metrics(self, prompts: list[Prompt], voters: list[Group]) -> dict[str, float]:
+        """Means over all ranks' prompts, where the majority vote is a reward."""
+        votes = [reward for reward in self.rewards.rewards if reward.name == "majority_vote"]
+        if not votes:
+            return {}
+        numbers = [
+            vote_numbers(
+                [c.text for c in group], p.columns["answer"], self.args.num_generations, **votes[0].options
+            )
+            for p, group in zip(prompts, voters, strict=True)
+        ]
+        means = self.gather(torch.tensor([list(one.values()) for one in numbers])).mean(0)
+        return dict(zip(numbers[0], means.tolist(), strict=True))
 
     def token_statistic(self, prompts: list[Prompt], groups: list[Group], statistic: str) -> list[Tensor]:
         """The policy's entropy or self-certainty at each completion token: a [T] tensor per completion."""
@@ -170,7 +188,8 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
             part = slice(i, i + self.args.prompts_per_row)
             row = pack_groups(prompts[part], groups[part], self.args.device)
             lengths = [c.token_ids.numel() for group in groups[part] for c in group]
-            values += self.score(self.model_wrapped, row, statistic).cpu().split(lengths)
+            scored = self.score(self.model_wrapped, row, statistic, self.args.vocab_limit)
+            values += scored.cpu().split(lengths)
         return values
 
     def add_logps(self, rows: list[TrainingRow]) -> list[TrainingRow]:
@@ -183,11 +202,14 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
         return rows
 
     @torch.no_grad()
-    def score(self, model, row: PackedRow, statistic: str | None = None) -> Tensor:
+    def score(
+        self, model, row: PackedRow, statistic: str | None = None, vocab_limit: int | None = None
+    ) -> Tensor:
         """Log-probs (or a statistic) of a row under `model`, [N]. Every rank calls it for as many rows."""
         model.eval()
         inputs = row.to(self.args.device).model_inputs()
-        return model(**inputs, temperature=self.args.temperature, statistic=statistic).float()
+        how = {"temperature": self.args.temperature, "statistic": statistic, "vocab_limit": vocab_limit}
+        return model(**inputs, **how).float()
 
     def refresh(self) -> None:
         """Brings the rollout copy up to date with the policy."""
