@@ -186,8 +186,6 @@ class GRPOArguments(GRPOConfig):
             super(GRPOConfig, self).__post_init__()
         if self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
-        if self.vote_generations is None:
-            self.vote_generations = self.num_generations
         self.scale_rewards = {"True": "group", "False": "none"}.get(
             str(self.scale_rewards), self.scale_rewards
         )
@@ -208,6 +206,11 @@ class GRPOArguments(GRPOConfig):
     def processes(self) -> int:
         """Of the run. A dry run is one process, and counts one for each GPU, as train.sh would start."""
         return self.planned_processes or self.world_size
+
+    @property
+    def completions_drawn(self) -> int:
+        """Of each prompt, trained on or not."""
+        return self.vote_generations or self.num_generations
 
     @property
     def prompts_per_rollout(self) -> int:

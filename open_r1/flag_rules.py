@@ -61,7 +61,7 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "group; set 2 or more",
         ),
         (
-            args.vote_generations < args.num_generations,
+            args.vote_generations is not None and args.vote_generations < args.num_generations,
             f"--vote_generations {args.vote_generations}: those that are trained on vote too; set at least "
             f"--num_generations {args.num_generations}",
         ),

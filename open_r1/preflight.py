@@ -265,7 +265,7 @@ def check_rewards(run: Run) -> Found:
 
 def unused_flags(args: GRPOArguments, rewards: list[Reward]) -> list[str]:
     """Flags about what none of the rewards asks for."""
-    votes, limit = args.vote_generations, args.vocab_limit
+    votes, limit = args.completions_drawn, args.vocab_limit
     faults = []
     if votes > args.num_generations and not any(reward.wants("votes") for reward in rewards):
         faults.append(f"--vote_generations {votes}: no reward counts votes; add majority_vote")
@@ -321,7 +321,7 @@ def check_updates(run: Run) -> Found:
     epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
     processes = number_of(args.processes, "process")
     rows = number_of(args.gradient_accumulation_steps, "row")
-    votes = args.vote_generations
+    votes = args.completions_drawn
     voting = f", the first of {votes} that vote" if votes > args.num_generations else ""
     lines = [
         f"{number_of(args.prompts_per_update, 'prompt')} ({processes} x {rows} x {args.prompts_per_row}) x "

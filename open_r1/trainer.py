@@ -126,9 +126,9 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
         self.refresh()
         own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
         numbers = prompt_places(args)[own]
-        keys = sampling_keys(args.seed, number, numbers, args.vote_generations)
+        keys = sampling_keys(args.seed, number, numbers, args.completions_drawn)
         voters = self.engine.generate(
-            prompts, args.vote_generations, self.sampling, keys, self.run_control.interrupted
+            prompts, args.completions_drawn, self.sampling, keys, self.run_control.interrupted
         )
         groups = [group[: args.num_generations] for group in voters]
         self.run_control.agree()  # on all ranks, before a rollout that was given up on one is used
