@@ -380,6 +380,9 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
                 logs["kl"] = totals["kl"] / tokens
             self.rollout_logs = []
             self.loss_sums.clear()
+        failures = {"checkpoint_failures": self.checkpoint_failures}
+        failures["submission_failures"] = self.keep_best.failures if self.keep_best else 0
+        logs |= {name: count for name, count in failures.items() if count}
         seen = self.state.global_step * self.args.prompts_per_rollout / self.args.updates_per_rollout
         self.state.epoch = seen / len(self.train_rows)
         super().log(logs, start_time)

@@ -59,6 +59,17 @@ def make_fault(trainer_module, fault: str) -> None:
     trainer_module.grpo_loss = loss
 
 
+def fill_disk_once() -> None:
+    """The first file that this rank saves does not fit."""
+    save = torch.save
+
+    def fail(*args, **kwargs):
+        torch.save = save
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    torch.save = fail
+
+
 def main() -> None:
     kind, path = sys.argv[1], Path(sys.argv[2])
     del sys.argv[1:3]
@@ -113,6 +124,8 @@ def main() -> None:
     grpo.Qwen2VLGRPOTrainer = Trainer
     if "FAULT" in os.environ:
         make_fault(trainer_module, os.environ["FAULT"])
+    if os.environ.get("FULL_DISK") == os.environ.get("RANK", "0"):
+        fill_disk_once()
     grpo.main()
 
     trainer = trainers[0]
