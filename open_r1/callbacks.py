@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from .arguments import GRPOArguments
 from .checkpoint import write_atomically
@@ -130,6 +132,7 @@ class JsonLog(TrainerCallback):
 
     def __init__(self, folder: Path):
         self.logs, self.rollouts = folder / "logs.jsonl", folder / "rollouts.jsonl"
+        self.waiting: dict[Path, list[str]] = defaultdict(list)
         self.trainer = None  # set once the trainer exists
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -144,14 +147,46 @@ class JsonLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        append_lines(self.logs, [{"step": state.global_step, **logs}])
+        self.write(self.logs, [{"step": state.global_step, **logs}])
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Before the update, so that the samples are there when the update fails."""
         samples = self.trainer.samples
         if state.is_world_process_zero:
-            append_lines(self.rollouts, [{"step": state.global_step + 1, **sample} for sample in samples])
+            self.write(self.rollouts, [{"step": state.global_step + 1, **sample} for sample in samples])
         samples.clear()
+
+    def write(self, path: Path, rows: list[dict]) -> None:
+        """Lines that find no room on the disk wait for it: a full disk does not end a run."""
+        waiting = self.waiting[path]
+        waited = bool(waiting)
+        waiting += [json.dumps(_plain(row), ensure_ascii=False, default=float) + "\n" for row in rows]
+        try:
+            append_lines(path, waiting)
+            waiting.clear()
+        except OSError as error:
+            if not waited:
+                print(f"{path} cannot be written ({error.strerror}): its lines wait for room.", flush=True)
+
+
+class TensorBoard(TensorBoardCallback):
+    """Transformers' own, but a full disk ends it and not the run."""
+
+    ended = False
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.unless_ended(super().on_log, args, state, control, logs=logs, **kwargs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.unless_ended(super().on_train_end, args, state, control, **kwargs)
+
+    def unless_ended(self, event, *args, **kwargs) -> None:
+        try:
+            if not self.ended:
+                event(*args, **kwargs)
+        except OSError as error:  # its writer is a thread, and does not come back
+            self.ended = True
+            print(f"TensorBoard's files cannot be written ({error.strerror}): it ends here.", flush=True)
 
 
 class BadRowWatch(TrainerCallback):
@@ -168,10 +203,17 @@ class BadRowWatch(TrainerCallback):
         self.check.close()
 
 
-def append_lines(path: Path, rows: list[dict]) -> None:
+def append_lines(path: Path, lines: list[str]) -> None:
+    """All of the lines, or none where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(_plain(row), ensure_ascii=False, default=float) + "\n" for row in rows)
+    end = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.writelines(lines)
+    except OSError:
+        if path.exists():
+            os.truncate(path, end)
+        raise
 
 
 def _plain(value):

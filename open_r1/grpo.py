@@ -20,10 +20,11 @@ check_versions()
 import torch
 from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.integrations import TensorBoardCallback
 from trl import ModelConfig, TrlParser
 
 from open_r1.arguments import GRPOArguments, RecipeArguments
-from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine
+from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine, TensorBoard
 from open_r1.checkpoint import load_policy
 from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
@@ -164,6 +165,8 @@ def run(
     trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    if trainer.pop_callback(TensorBoardCallback):
+        trainer.add_callback(TensorBoard())
 
     control.begin(args, policy.num_parameters())
     try:

@@ -21,11 +21,14 @@ AGAIN = "The same command goes on from the newest complete checkpoint."
 
 
 def write_status(path: Path, cause: str, message: str, exit_code: int | None, **more) -> None:
-    """`path` holds the old status or the new one, whatever happens."""
+    """`path` holds the old status or the new one, whatever happens; on a full disk it is the old one."""
     status = {"cause": cause, "message": message, "exit_code": exit_code, "time": time.time(), **more}
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(status) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(status) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        print(f"{path} cannot be written ({error.strerror}): {message}", flush=True)
 
 
 def ending(out: Path, since: float, code: int) -> tuple[str, int]:
