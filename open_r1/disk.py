@@ -1,6 +1,5 @@
 """Is there room? Asked before the first update and before each save."""
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -26,7 +25,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def shortage(needs: list[tuple[Path, int, str]]) -> str | None:
+def shortage(needs: list[tuple[Path, int, str]], margin: float = MARGIN) -> str | None:
     """`needs` are (folder, bytes, what for). None when there is room for all of them together, else one
     sentence about a disk that is too small: what lies on the same disk is added up."""
     disks: dict[int, list[tuple[Path, int, str]]] = {}
@@ -35,16 +34,10 @@ def shortage(needs: list[tuple[Path, int, str]]) -> str | None:
     for wanted in disks.values():
         place, total = existing(wanted[0][0]), sum(size for _, size, _ in wanted)
         free = free_bytes(place)
-        if free < total * MARGIN:
+        if free < total * margin:
             parts = " and ".join(f"{size / 1e9:.2f} GB for {what}" for _, size, what in wanted if size)
             return f"the disk of {place} has {free / 1e9:.2f} GB free and needs {parts}"
     return None
-
-
-def require(folder: Path, size: int, what: str) -> None:
-    """OSError, before anything is written, where a disk would become full."""
-    if fault := shortage([(folder, size, what)]):
-        raise OSError(errno.ENOSPC, fault)
 
 
 def free_bytes(folder: Path) -> int:

@@ -4,6 +4,7 @@ It is written to OUT/.saving, marked, and renamed to OUT/checkpoint-STEP. A writ
 full disk) ends the save on all of them together; the checkpoints before it stay, and the run goes on.
 """
 
+import errno
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -62,9 +63,15 @@ class SavesCheckpoints:
         own = own_checkpoints(out, self.run)
         if own:
             self.checkpoint_size = disk.folder_bytes(own[-1])
-        while disk.shortage([(out, self.checkpoint_size, "a checkpoint")]) and len(own) > 1:
-            discard(own.pop(0))
-        disk.require(out, self.checkpoint_size, "a checkpoint")
+        size = self.checkpoint_size
+        fault = disk.shortage([(out, size, "a checkpoint")], margin=1)
+        if fault and len(own) > 1:
+            freed = disk.folder_bytes(own[0])
+            fault = disk.shortage([(out, size - freed, "a checkpoint")], margin=1)
+            if not fault:
+                discard(own[0])
+        if fault:
+            raise OSError(errno.ENOSPC, fault)
 
     def _write(self, model, trial) -> None:
         """The Trainer's own save; a write that failed on some rank is raised on all ranks, at its end."""

@@ -11,9 +11,9 @@ def letters(completion_ids, **kwargs):
 
 
 def letters_on_a_full_disk(completion_ids, **kwargs):
-    """From the third rollout on the disk of OUT is full; before come two calls for the gold answers."""
+    """From the second rollout on the disk of OUT is full; before come two calls for the gold answers."""
     _calls.append(1)
-    if len(_calls) == 5:
+    if len(_calls) == 4:
         with open(os.path.join(os.environ["OUT"], "somebodys.bin"), "wb", buffering=0) as file:
             try:
                 while file.write(b"x" * 4096):

@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from open_r1.complete import (
     COMPLETE,
     SAVING,
@@ -15,6 +17,7 @@ from open_r1.complete import (
     prune,
     publish,
 )
+from open_r1.saving import SavesCheckpoints
 from tests.faults import full_disk_from, kill_points, killed_at, operations
 from tests.test_checkpoint import record_fsync
 
@@ -156,3 +159,22 @@ def test_a_kill_at_any_change_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
             undo()
         assert newest_complete(out)[1]["step"] in (20, 30)
         assert own_checkpoints(out, "ours")[-1].name in ("checkpoint-20", "checkpoint-30")
+
+
+def test_one_checkpoint_stays_where_the_disk_has_no_room_for_two(tmp_path, monkeypatch):
+    """The oldest goes before a save only if that makes room for it."""
+    saver, usage = SavesCheckpoints(), type(shutil.disk_usage("/"))
+    saver.run = "ours"
+    for free, left in ((10**9, {10, 20}), (30, {20}), (0, {10, 20})):
+        shutil.rmtree(tmp_path)
+        for step in (10, 20):
+            make_checkpoint(tmp_path, step)
+        (tmp_path / "checkpoint-20/trainer_state.json").write_text("x" * 20)  # the newer one is larger
+        mark_complete(tmp_path / "checkpoint-20", INFO | {"step": 20})
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(10**9, 0, free))
+        if free == 0:
+            with pytest.raises(OSError, match="has 0.00 GB free"):
+                saver._make_room(tmp_path)
+        else:
+            saver._make_room(tmp_path)
+        assert {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*")} == left

@@ -49,11 +49,12 @@ def test_a_disk_too_small_is_refused_and_one_that_fills_up_does_not_end_the_run(
         assert done.returncode == 1 and "for 2 checkpoints and 0.00 GB for 2 submissions" in shown, shown
         return
     assert done.returncode == 0, shown
-    for step in range(3, 7):
+    for step in range(2, 7):
         assert f"update {step}: no checkpoint could be written" in shown
     assert "TensorBoard's files cannot be written" in shown
     assert "logs.jsonl cannot be written (No space left on device)" in shown and "Finished. 6 of 6" in shown
-    assert newest_complete(kept / "out")[1]["step"] == 2 and not (kept / "out/.saving").exists()
+    assert newest_complete(kept / "out")[1]["step"] == 1 and not (kept / "out/.saving").exists()
     assert is_valid_model(kept / "submission") is None
-    assert [line["step"] for line in lines(kept / "out/logs.jsonl") if "loss" in line] == [1, 2]
+    logged = [line["step"] for line in lines(kept / "out/logs.jsonl") if "loss" in line]
+    assert logged == list(range(1, len(logged) + 1))  # none is cut short, or missing before another
     assert json.loads((kept / "out/status.json").read_text())["cause"] == "running"  # what fitted last
