@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from open_r1 import data_survey, machine_checks, model_checks, preflight, status, versions
+from open_r1 import data_survey, grpo, machine_checks, model_checks, preflight, status, versions
+from open_r1.arguments import GRPOArguments
 from open_r1.data import PromptEncoder, load_rows
 from open_r1.grpo import reward_funcs_registry
 from tests.data_sets import encoded, table
@@ -263,6 +264,18 @@ def test_gpus_that_are_not_there_or_not_used(monkeypatch):
     assert "2 GPUs are visible to a single process" in machine_checks.check_devices([GPU], alone)[1][0]
     none = gpu_args(1, device=torch.device("cpu"))
     assert "no GPU is visible" in machine_checks.check_devices([GPU], none)[1][0]
+
+
+def test_a_dry_run_counts_on_what_train_sh_would_launch(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """One process, which sees two GPUs."""
+    parsed = parse(*flags(folder, tmp_path / "out", "--max_steps", 1, "--dry_run", "true"))
+    monkeypatch.setattr(GRPOArguments, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(machine_checks, "_gpu", lambda index: GPU)
+    grpo.run(*parsed)
+    shown = capsys.readouterr().out
+    assert "2 x Card: 40.0, 40.0 of 48.0 GiB free" in shown and "sharded over 2 (ZeRO-3)" in shown
+    assert "4 prompts (2 processes x 2 rows x 1) x 4 completions" in shown
 
 
 def test_memory_that_is_certain_to_be_needed():
