@@ -149,6 +149,10 @@ class JsonLog(TrainerCallback):
             return
         self.write(self.logs, [{"step": state.global_step, **logs}])
 
+    def on_step_end(self, args, state, control, **kwargs):
+        """What is summed up for a log line is in no checkpoint: each one follows a line."""
+        control.should_log |= control.should_save
+
     def on_step_begin(self, args, state, control, **kwargs):
         """Before the update, so that the samples are there when the update fails."""
         samples = self.trainer.samples

@@ -28,11 +28,18 @@ def publish(folder: Path, out_dir: Path, info: dict) -> None:
     mark_complete(folder, info)
     target = out_dir / folder.name
     if target.exists():
-        ours = (_read_marker(target) or {}).get("run") == info.get("run")
-        aside = (target.with_name(f"{target.name}.found{n or ''}") for n in range(1000))
-        os.rename(target, folder.with_name("replaced") if ours else next(p for p in aside if not p.exists()))
+        if (_read_marker(target) or {}).get("run") == info.get("run"):
+            os.rename(target, folder.with_name("replaced"))
+        else:
+            move_aside(target)
     os.rename(folder, target)
     fsync(out_dir)
+
+
+def move_aside(folder: Path) -> Path:
+    """Give it a free name that no run looks for."""
+    names = (folder.with_name(f"{folder.name}.aside{n or ''}") for n in range(1000))
+    return folder.rename(next(path for path in names if not path.exists()))
 
 
 def newest_complete(out_dir: str | Path) -> tuple[Path, dict] | None:

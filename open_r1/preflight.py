@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
-from . import data_survey, machine_checks, model_checks, run_identity, start, validation
+from . import data_survey, machine_checks, model_checks, start, validation
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import local_model, write_atomically
 from .data import CountingData, DataError, load_rows
@@ -103,7 +103,7 @@ def preflight(
         print("ready: nothing was launched (--dry_run)")
     else:
         print("ready", flush=True)
-        run_identity.claim(run.out, run.identity)
+        start.begin(run)
         write_atomically(run.out / "preflight.txt", f"{screen}\nready\n".encode())
     return run
 

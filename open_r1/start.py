@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import disk, run_identity
 from .arguments import GRPOArguments
-from .complete import checkpoint_fault, complete_marker, newest_complete, own_checkpoints
+from .complete import checkpoint_fault, complete_marker, move_aside, newest_complete, own_checkpoints
 from .install import holds_something
 from .machine_checks import number_of
 from .pickles import refuse_code
@@ -48,6 +48,16 @@ def check_start(run) -> Found:
     )
     run.identity, lines = run_identity.judge(run.out, now, run.done, run.recipe.accept_changes)
     return lines, []
+
+
+def begin(run) -> None:
+    """Makes OUT this run's. Its checkpoints behind the one that --resume_from_checkpoint names are renamed:
+    left there, they would be taken for newer ones than those to come. ValueError as of run_identity.claim."""
+    run_identity.claim(run.out, run.identity)
+    for folder in own_checkpoints(run.out, run.identity["run"]):
+        if run.done and complete_marker(folder)["step"] > run.done[1]["step"]:
+            aside = move_aside(folder)
+            print(f"{folder} is behind {run.done[0].name}, which was asked for: renamed to {aside.name}")
 
 
 def check_disk(run) -> Found:

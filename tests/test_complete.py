@@ -103,7 +103,7 @@ def test_prune_keeps_the_newest_whole_ones_and_what_is_not_ours(tmp_path):
 
 
 def test_publishing_over_an_older_one_replaces_ours_and_moves_the_others(tmp_path):
-    for run, left in (("ours", set()), ("another", {"checkpoint-20.found"})):
+    for run, left in (("ours", set()), ("another", {"checkpoint-20.aside"})):
         out = tmp_path / run
         make_checkpoint(out, 20, run=run)
         (out / "checkpoint-20/notes.txt").write_text("old")
@@ -112,7 +112,7 @@ def test_publishing_over_an_older_one_replaces_ours_and_moves_the_others(tmp_pat
         assert checkpoint_fault(out / "checkpoint-20") is None
         assert {path.name for path in out.iterdir()} == {"checkpoint-20"} | left
         assert not (out / "checkpoint-20/notes.txt").exists()
-    assert (tmp_path / "another/checkpoint-20.found/notes.txt").read_text() == "old"
+    assert (tmp_path / "another/checkpoint-20.aside/notes.txt").read_text() == "old"
 
 
 def test_a_kill_at_any_change_leaves_the_checkpoint_before_or_the_new_one(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_kill_at_any_change_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
         assert whole in ([10, 20], [10, 20, 30], [20, 30]), (calls[number], middle)
         save()
         assert newest_complete(out)[1]["step"] == 30
-        found = [path for path in out.iterdir() if ".found" in path.name]
+        found = [path for path in out.iterdir() if ".aside" in path.name]
         assert [(path / "notes.txt").read_text() for path in found] == ["mine"]
         names = {path.name for path in out.iterdir()} - {path.name for path in found}
         assert names == {"checkpoint-20", "checkpoint-30"}

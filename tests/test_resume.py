@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Callable
@@ -21,7 +22,7 @@ MORE = (
     "--lr_scheduler_type", "cosine", "--warmup_steps", 1,
 )  # fmt: skip
 SHAPES = {
-    "an update a rollout": ("--max_steps", 5, "--save_steps", 2),
+    "an update a rollout": ("--max_steps", 5, "--save_steps", 2, "--logging_steps", 3),
     "four updates a rollout": (
         "--max_steps", 8, "--save_steps", 4, "--steps_per_generation", 4, "--num_iterations", 2,
     ),
@@ -46,9 +47,9 @@ def quick(monkeypatch):
     quick_validations(monkeypatch)
 
 
-def start(folder: Path, root: Path, shape: str):  # noqa: F811
+def start(folder: Path, root: Path, shape: str, *more):  # noqa: F811
     flags = ("--val_dataset", folder / "val", "--submission_dir", root / "submission", *MORE, *SHAPES[shape])
-    return run(folder, root / "out", *flags)
+    return run(folder, root / "out", *flags, *more)
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +164,19 @@ def same(a, b) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b))) if hasattr(a, "shape") else a == b
+
+
+def test_an_older_checkpoint_is_gone_on_from(folder, uninterrupted, tmp_path, capsys):  # noqa: F811
+    """Those behind it are renamed, not deleted, and do not stand in the way of the new ones."""
+    shape = "an update a rollout"
+    out = shutil.copytree(uninterrupted[shape] / "out", tmp_path / "out")
+    shutil.copytree(uninterrupted[shape] / "submission", tmp_path / "submission")
+    older = min(out.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    capsys.readouterr()
+    start(folder, tmp_path, shape, "--resume_from_checkpoint", older)
+    shown = capsys.readouterr().out
+    assert f"is behind {older.name}, which was asked for: renamed to checkpoint-5.aside" in shown
+    names = {path.name for path in out.glob("checkpoint-*")}
+    assert names == {older.name, "checkpoint-5", "checkpoint-5.aside"}
+    new, old = (out / name / "model.safetensors" for name in ("checkpoint-5", "checkpoint-5.aside"))
+    assert new.read_bytes() == old.read_bytes()
