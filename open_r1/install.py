@@ -97,7 +97,8 @@ def install(new: Path, submission: Path, record: dict) -> None:
 def _keep_copy(submission: Path) -> None:
     """A copy as `<submission>.previous`, unless a run that was killed has made it already."""
     part = submission.with_name(f".{submission.name}.previous.part")
-    if any(_listing(path) == _listing(submission) for path in _previous(submission)):
+    standing = _listing(submission)
+    if any(path.exists() and _listing(path) == standing for path in _previous(submission)):
         return
     shutil.copytree(submission, part, ignore=shutil.ignore_patterns("lost+found", REPLACING))
     fsync_tree(part)

@@ -177,7 +177,7 @@ def place(request, models, tmp_path, monkeypatch) -> Folder:
     return folder
 
 
-@pytest.mark.parametrize("place", list(SCENARIOS)[:-1], indirect=True)
+@pytest.mark.parametrize("place", SCENARIOS, indirect=True)
 def test_a_kill_at_any_change_leaves_the_old_model_or_the_new(place, tmp_path):
     place.prepare()
     calls = operations(place.save, tmp_path / "calls.json")
