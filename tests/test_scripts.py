@@ -19,6 +19,7 @@ import pytest
 from open_r1 import versions
 
 ROOT = Path(__file__).resolve().parent.parent
+LABEL_FREE = {"ttrl": "majority_vote", "intuitor": "self_certainty", "rent": "negative_entropy"}
 SEPARATOR = "\x1f"  # between the arguments of a recorded call
 
 PYTHON = r"""#!/usr/bin/env bash
@@ -59,6 +60,7 @@ class Box:
             "test.sh",
             "scripts/setup.sh",
             "methods/main/train.sh",
+            *(f"methods/{name}/train.sh" for name in LABEL_FREE),
             "open_r1/versions.py",
         ):
             (self.repo / name).parent.mkdir(parents=True, exist_ok=True)
@@ -323,6 +325,25 @@ def test_methods_main_is_the_same_run_from_any_directory(full_box: Box, tmp_path
     result = full_box.run("--seed 7", "a b", script="methods/main/train.sh", cwd=tmp_path, STUB_GPUS=2)
     assert result.returncode == 0
     assert full_box.calls == from_root
+
+
+@pytest.mark.parametrize("name", LABEL_FREE)
+def test_a_method_is_mains_flags_and_the_few_that_differ(full_box: Box, name: str):
+    """Its flags come behind main's and before the user's; its outputs have a folder of their own."""
+    result = full_box.run("--eval_steps", "7", "--beta", "0.01", script=f"methods/{name}/train.sh")
+    assert result.returncode == 0, result.stderr
+    call = full_box.training()
+    assert (value(call, "--reward_funcs"), value(call, "--reward_weights")) == (LABEL_FREE[name], "1.0")
+    assert (value(call, "--eval_steps"), value(call, "--beta")) == ("7", "0.01")
+    assert value(call, "--output_dir") == f"{full_box.repo}/outputs/{name}"
+
+
+@pytest.mark.parametrize("name", LABEL_FREE)
+def test_a_method_without_a_model_is_the_demo(box: Box, name: str):
+    result = box.run("--max_steps", "3", script=f"methods/{name}/train.sh")
+    shown = result.stdout.splitlines()[-1]
+    assert result.returncode == 0 and shown.startswith(f"demo:--reward_funcs {LABEL_FREE[name]} ")
+    assert shown.endswith(" --max_steps 3")
 
 
 def test_relative_paths_mean_the_users_directory(box: Box, tmp_path: Path):

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Intuitor (arXiv 2505.19590): the policy is rewarded for being certain of what it says.
+#
+#   bash methods/intuitor/train.sh                 the train.sh at the root, with the flags below before yours
+#   bash methods/intuitor/train.sh --beta 0.01     with a KL term
+#
+# Flags and environment variables as for train.sh (OUT is outputs/intuitor); without a model it is the demo here too.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export OUT=${OUT:-$ROOT/outputs/intuitor}
+
+recipe=(
+    --reward_funcs self_certainty   # KL(uniform || policy), a mean over the completion's tokens
+    --reward_weights 1.0
+    --eval_steps 20                 # such runs rise and fall within a hundred updates: look more often
+)
+exec bash "$ROOT/train.sh" "${recipe[@]}" "$@"
