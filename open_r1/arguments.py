@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig
 
-from .flag_rules import rules
+from .flag_rules import rules, values
 from .protocol import MAX_NEW_TOKENS
 
 # The fields of TRL's GRPOConfig that do what TRL says they do.
@@ -229,7 +229,7 @@ class GRPOArguments(GRPOConfig):
 def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig) -> None:
     """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at
     once."""
-    faults = [sentence for bad, sentence in rules(recipe, args) if bad]
+    faults = [sentence for bad, sentence in (*values(recipe, args), *rules(recipe, args)) if bad]
     refused = set(NOT_HONOURED) & _names(TrainingArguments)
     honoured = _names(TrainingArguments) - refused
     reason = "this trainer does not honour it; leave it out"

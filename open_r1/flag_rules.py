@@ -1,5 +1,7 @@
-"""What arguments.py refuses: every bad combination of flags with its one sentence."""
+"""What arguments.py refuses: every bad value and combination of flags with its one sentence."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +14,51 @@ if TYPE_CHECKING:
 ENGINES = ("fast", "transformers")
 
 
+COUNTS = (
+    "max_completion_length", "prompts_per_row", "gradient_accumulation_steps", "steps_per_generation",
+    "num_iterations", "per_device_eval_batch_size", "eval_limit", "vocab_limit", "save_total_limit",
+    "patience", "max_nonfinite", "min_pixels", "max_pixels",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "beta", "epsilon", "epsilon_high",
+    "adam_epsilon", "top_k", "max_reward_failures", "dataloader_num_workers", "seed", "eval_delay",
+)  # fmt: skip
+
+
+def values(recipe: "RecipeArguments", args: "GRPOArguments") -> Iterator[tuple[bool, str]]:
+    """As `rules`, of each number for itself. NaN is neither below nor above anything: it must not pass."""
+    given = vars(recipe) | vars(args) | {"save_total_limit": args.checkpoints_kept}
+    numbers = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    for name in COUNTS:
+        if name in numbers:
+            yield not numbers[name] >= 1, f"--{name} {numbers[name]}: set 1 or more"
+    for name in NOT_NEGATIVE:
+        if name in numbers:
+            yield not 0 <= numbers[name] < math.inf, f"--{name} {numbers[name]}: set 0 or more"
+    for name in ("adam_beta1", "adam_beta2"):
+        yield not 0 <= numbers[name] < 1, f"--{name} {numbers[name]}: set 0 or more, and below 1"
+    for name, used in (
+        ("logging_steps", True),
+        ("eval_steps", args.eval_strategy != "no"),
+        ("save_steps", args.save_strategy != "no"),
+    ):
+        number = numbers.get(name, 1)
+        whole = number >= 1 and number == number // 1
+        yield used and not whole, f"--{name} {number:g}: set a whole number of updates, 1 or more"
+    weights = args.reward_weights or []
+    shown = " ".join(map(str, weights))
+    yield not all(map(math.isfinite, weights)), f"--reward_weights {shown}: set finite numbers"
+    epochs = args.num_train_epochs
+    yield (
+        args.max_steps <= 0 and not 0 < epochs < math.inf,
+        f"--max_steps {args.max_steps} and --num_train_epochs {epochs:g}: set one of them above 0",
+    )
+
+
 def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, str]]:
     """What must not be, each with its sentence."""
-    accumulation, per_rollout = args.gradient_accumulation_steps, args.updates_per_rollout
+    accumulation = max(1, args.gradient_accumulation_steps)
+    per_rollout = max(1, args.steps_per_generation // accumulation * args.num_iterations)
     evaluates = bool(recipe.val_dataset or recipe.ood_val_dataset)
     return [
         (
@@ -28,33 +72,15 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "to 1 and put more prompts into a row with --prompts_per_row",
         ),
         *(
-            (value is not None and value < 1, f"--{name} {value}: set 1 or more")
-            for name, value in (
-                ("max_completion_length", args.max_completion_length),
-                ("steps_per_generation", args.steps_per_generation),
-                ("num_iterations", args.num_iterations),
-                ("eval_limit", args.eval_limit),
-                ("vocab_limit", args.vocab_limit),
-                ("save_total_limit", args.checkpoints_kept),
-                ("patience", args.patience),
-                ("max_nonfinite", args.max_nonfinite),
-            )
-        ),
-        *(
             (value not in ("no", "steps"), f"--{name} {value.value}: set no or steps")
             for name, value in (("eval_strategy", args.eval_strategy), ("save_strategy", args.save_strategy))
         ),
-        *(
-            (value is not None and value != int(value), f"--{name} {value:g}: set a whole number of updates")
-            for name, value in (("save_steps", args.save_steps), ("eval_steps", args.eval_steps))
-        ),
         (
-            args.max_steps > 0 and args.max_steps % max(1, per_rollout) != 0,
+            args.max_steps > 0 and args.max_steps % per_rollout != 0,
             f"--max_steps {args.max_steps} is no multiple of the {per_rollout} updates of a "
             "rollout: the run would end, "
             "and be resumed, in the middle of one",
         ),
-        (args.prompts_per_row < 1, f"--prompts_per_row {args.prompts_per_row}: set it to 1 or more"),
         (
             args.num_generations < 2,
             f"--num_generations {args.num_generations}: an advantage compares the completions of a "
@@ -72,7 +98,7 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"{accumulation}: a rollout must make whole updates",
         ),
         (
-            args.save_strategy != "no" and args.save_steps % max(1, per_rollout) != 0,
+            args.save_strategy != "no" and args.save_steps % per_rollout != 0,
             f"--save_steps {args.save_steps:g} is no multiple of the {per_rollout} updates of a "
             "rollout: a checkpoint must "
             "fall between two rollouts",
@@ -90,7 +116,7 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"--rollout_engine {args.rollout_engine}: set one of {', '.join(ENGINES)}",
         ),
         (
-            (args.max_hours or 0) < 0,
+            not 0 <= (args.max_hours or 0) < math.inf,
             f"--max_hours {args.max_hours}: set the hours that the run may take, or 0 for no limit",
         ),
         (
@@ -102,22 +128,16 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"--on_nonfinite {args.on_nonfinite}: set stop or skip",
         ),
         (
-            args.temperature <= 0,
+            not 0 < args.temperature < math.inf,
             f"--temperature {args.temperature}: completions of a group must differ; set it above 0",
         ),
         (not 0 < args.top_p <= 1, f"--top_p {args.top_p}: set it above 0 and up to 1"),
-        (args.top_k < 0, f"--top_k {args.top_k}: set 0 (off) or more"),
         (not 0 <= (args.min_p or 0) <= 1, f"--min_p {args.min_p}: set it between 0 and 1"),
         (not 0 <= recipe.prompt_mix <= 1, f"--prompt_mix {recipe.prompt_mix}: a share, between 0 and 1"),
         (
             not 0 < recipe.reward_timeout < float("inf"),
             f"--reward_timeout {recipe.reward_timeout:g}: set the seconds that a reward function may take",
         ),
-        (
-            recipe.max_reward_failures < 0,
-            f"--max_reward_failures {recipe.max_reward_failures}: set 0 or more",
-        ),
-        (args.beta < 0, f"--beta {args.beta}: set 0 (no KL term) or more"),
         (
             args.max_completion_length > MAX_NEW_TOKENS,
             f"--max_completion_length {args.max_completion_length}: the grader cuts completions "

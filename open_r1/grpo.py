@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.integrations import TensorBoardCallback
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine, TensorBoard
@@ -31,6 +31,7 @@ from open_r1.control import RunControl, StopRun
 from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
+from open_r1.flag_parser import FlagParser
 from open_r1.keep_best import KeepBest
 from open_r1.label_free import majority_vote_reward, negative_entropy_reward, self_certainty_reward
 from open_r1.preflight import preflight
@@ -87,10 +88,8 @@ reward_funcs_registry = {
 def main() -> None:
     control = RunControl()
     control.handle_signals()
-    recipe, args, model_args = TrlParser(
-        (RecipeArguments, GRPOArguments, ModelConfig)
-    ).parse_args_and_config()
     try:
+        recipe, args, model_args = FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse()
         run(recipe, args, model_args, control)
     except StopRun as stop:
         if stop.code:

@@ -23,10 +23,11 @@ check_versions()
 
 import torch
 from datasets import Dataset
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser
+from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from open_r1.checkpoint import load_policy
 from open_r1.data import CountingData, DataError, load_rows
+from open_r1.flag_parser import FlagParser
 from open_r1.processor import load_processor
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE, conversation
 
@@ -127,7 +128,11 @@ def run(recipe: DemonstrationArguments, args: SFTArguments, model_args: ModelCon
 
 
 def main() -> None:
-    run(*TrlParser((DemonstrationArguments, SFTArguments, ModelConfig)).parse_args_and_config())
+    try:
+        flags = FlagParser((DemonstrationArguments, SFTArguments, ModelConfig)).parse()
+    except ValueError as refusal:
+        sys.exit(f"sft.py: {refusal}")
+    run(*flags)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from open_r1 import grpo, keep_best, validation
 from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
 from open_r1.checkpoint import load_policy
+from open_r1.flag_parser import FlagParser
 from open_r1.grpo import accuracy_reward, format_reward, reward_funcs_registry
 from open_r1.rewards import (
     Reward,
@@ -112,9 +113,7 @@ def test_rewards_are_tried_on_gold_answers():
 
 
 def parse(*flags) -> tuple[RecipeArguments, GRPOArguments, ModelConfig]:
-    return TrlParser((RecipeArguments, GRPOArguments, ModelConfig)).parse_args_and_config(
-        [str(flag) for flag in flags]
-    )
+    return FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse([str(flag) for flag in flags])
 
 
 FLAGS = (
@@ -150,6 +149,21 @@ FLAGS = (
         (("--eval_limit", 0), "--eval_limit 0: set 1 or more"),
         (("--save_steps", 0.5), "--save_steps 0.5: set a whole number of updates"),
         (("--submission_dir", "o"), "--output_dir o lies in --submission_dir o"),
+        (("--gradient_accumulation_steps", 0), "--gradient_accumulation_steps 0: set 1 or more"),
+        (("--max_hours", "nan"), "--max_hours nan: set the hours"),
+        (("--learning_rate", "nan"), "--learning_rate nan: set 0 or more"),
+        (("--adam_beta2", 1), "--adam_beta2 1.0: set 0 or more, and below 1"),
+        (("--save_steps", "nan"), "--save_steps nan: set a whole number of updates"),
+        (("--eval_strategy", "steps", "--eval_steps", -5), "--eval_steps -5: set a whole number of updates"),
+        (("--max_steps", 0, "--num_train_epochs", "inf"), "--max_steps 0 and --num_train_epochs inf"),
+        (("--reward_weights", "inf", 1), "--reward_weights inf 1.0: set finite numbers"),
+        # What argparse and transformers say themselves.
+        (("--max_stepz", 5), "^--max_stepz is no flag: did you mean --max_steps\\?$"),
+        (("--max-step=5",), "^--max-step=5 is no flag: did you mean --max_steps\\?$"),  # none is cut short
+        (("200",), "'200' belongs to no flag"),
+        (("--max_steps", "abc"), "argument --max_steps/--max-steps: invalid int value: 'abc'"),
+        (("--save_steps", "inf"), "a flag's value cannot be used: OverflowError"),
+        (("--deepspeed", "1"), "a flag's value cannot be used: "),
     ],
 )
 def test_bad_flags_are_refused_in_one_sentence(flags, sentence):
