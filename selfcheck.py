@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -253,4 +254,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
     sys.exit(main())

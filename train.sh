@@ -8,9 +8,12 @@
 #
 # Environment: MODEL, DATA, VAL, OOD_VAL (what to read), OUT (logs and checkpoints), SUBMISSION (the best model),
 # NUM_GPUS (0: the CPU), PYTHON (the Python to use).
+#
+# The recipe's flags, with reasons, and the exit codes: methods/main/README.md. All flags: python open_r1/grpo.py --help
 set -euo pipefail
 { # bash reads a script while it runs: in braces it is read whole, and editing it does not disturb a run
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
+! asks_for_help "$@" || show_help
 
 PROMPTS_PER_UPDATE=16 # as in R1-V: 8 GPUs x 2 accumulation steps
 arguments=("$@")
@@ -42,6 +45,8 @@ choose() {
         printf -v "$1" %s ""
     fi
 }
+
+[[ -z $(given config) ]] || die "--config: the flags below would override the file's; give flags instead"
 
 missing=() # told all together
 choose MODEL model_name_or_path /app/models/Qwen2-VL-2B-Instruct
@@ -163,7 +168,7 @@ echo "An update: $processes processes ($NUM_GPUS GPUs) x $accumulation accumulat
 
 script=$ROOT/open_r1/grpo.py
 dry_run=$(given dry_run)
-if [[ -n $dry_run && ${dry_run,,} != false ]]; then
+if [[ -n $dry_run && ! ${dry_run,,} =~ ^(false|f|no|n|0)$ ]]; then
     # It is one process, and counts on as many as it sees GPUs.
     if ((NUM_GPUS > 0)); then
         seen=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 "$((visible - 1))")}
@@ -197,6 +202,13 @@ fi
 # --- what the grader would see
 
 sets=(${VAL:+"$VAL"} ${OOD_VAL:+"$OOD_VAL"})
-"$PYTHON" "$ROOT/selfcheck.py" --model "$SUBMISSION" --data "${sets[@]}" --out "$OUT/selfcheck"
-exit 0
+self_check=("$PYTHON" "$ROOT/selfcheck.py" --model "$SUBMISSION" --data "${sets[@]}" --out "$OUT/selfcheck")
+if [[ -n $passed ]]; then # too late for the training
+    code=$(signal_code)
+else
+    run_stoppable "${self_check[@]}"
+fi
+((code == 0)) || echo "train.sh: exit code $code: all is trained, and $SUBMISSION holds the best validated model, but \
+the self-check did not end. It alone: ${self_check[*]@Q}" >&2
+exit "$code"
 }

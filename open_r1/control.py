@@ -71,9 +71,7 @@ class RunControl:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self.signalled_at = signal.Signals(number), now
-            if not self.began:  # nothing to save yet
-                raise SystemExit(128 + number)
-        elif now - self.signalled_at > SAME_SIGNAL_S:
+        if not self.began or now - self.signalled_at > SAME_SIGNAL_S:  # nothing to save yet, or the second
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

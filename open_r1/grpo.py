@@ -6,10 +6,12 @@
 To change what is rewarded, edit a function below, or add one to the registry and name it in --reward_funcs.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the packages are imported: no traceback
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.path.append("")  # dotted --reward_funcs are looked up in the current folder too
 
@@ -26,7 +28,7 @@ from trl import ModelConfig
 from open_r1.arguments import GRPOArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine, TensorBoard
 from open_r1.checkpoint import load_policy
-from open_r1.complete import complete_marker
+from open_r1.complete import own_checkpoints
 from open_r1.control import RunControl, StopRun
 from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
@@ -171,9 +173,9 @@ def run(
     try:
         train(trainer, done)
     except StopRun as stop:
-        say(control.end(stop.cause, f"{stop} {what_stands(trainer)}", stop.code))
+        say(control.end(stop.cause, f"{stop} {what_stands(trainer, done)}", stop.code))
         raise
-    say(control.end("finished", f"Finished. {what_stands(trainer)}", 0))
+    say(control.end("finished", f"Finished. {what_stands(trainer, done)}", 0))
     return trainer
 
 
@@ -189,16 +191,16 @@ def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
     trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
 
 
-def what_stands(trainer: Qwen2VLGRPOTrainer) -> str:
-    """What is on disk at the end of a run, and how it goes on."""
-    step, best = trainer.state.global_step, trainer.keep_best
+def what_stands(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> str:
+    """What is on disk at the end of a run that began from `done`, and how it goes on."""
+    step = max(trainer.state.global_step, done[1]["step"] if done else 0)
     sentences = [f"{step:,} of {trainer.args.max_steps:,} updates are done."]
     if step < trainer.args.max_steps:
-        saved = complete_marker(Path(trainer.args.output_dir) / f"checkpoint-{step}")
-        again = f"from checkpoint-{step}" if saved else "from the newest complete checkpoint"
-        sentences.append(f"The same command goes on {again}.")
-    if best:
-        sentences.append(f"{best.submission} holds the best validated model: score {best.best_score:.2f}.")
+        own = own_checkpoints(trainer.args.output_dir, trainer.run)
+        sentences.append(f"The same command {f'goes on from {own[-1].name}' if own else 'begins anew'}.")
+    if best := trainer.keep_best:
+        score = f": score {best.best_score:.2f}" if best.best_score >= 0 else ""
+        sentences.append(f"{best.submission} holds the best validated model{score}.")
     return " ".join(sentences)
 
 

@@ -102,8 +102,8 @@ def preflight(
     if recipe.dry_run:
         print("ready: nothing was launched (--dry_run)")
     else:
-        print("ready", flush=True)
         start.begin(run)
+        print("ready", flush=True)
         write_atomically(run.out / "preflight.txt", f"{screen}\nready\n".encode())
     return run
 
@@ -367,6 +367,6 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("update", check_updates, ("flags", "rows")),
     ("start", start.check_start, ("base", "rows", "rewards")),
     ("submission", start.check_submission, ("base",)),
-    ("disk", start.check_disk, ("identity",)),
+    ("disk", start.check_disk, ("flags", "identity")),
     ("hours", check_hours, ()),
 ]

@@ -4,11 +4,9 @@ A run is what decides its result: the flags below, the weights it starts from, t
 rewards. Where these lie, how much is logged and how long it may take is not; versions and commit are noted.
 """
 
-import fcntl
 import hashlib
 import inspect
 import json
-import os
 import secrets
 import subprocess
 from collections.abc import Callable, Iterable
@@ -23,6 +21,7 @@ from . import versions
 from .arguments import HONOURED, GRPOArguments, RecipeArguments
 from .checkpoint import read_header, weight_files, write_atomically
 from .data import CountingData
+from .lock import lock
 from .validation import pick_rows
 
 FILE = "run.json"
@@ -258,20 +257,5 @@ def measured_in(identity: dict, args: GRPOArguments) -> str:
 def claim(out: Path, identity: dict) -> None:
     """Write OUT/run.json. ValueError while another process trains there."""
     out.mkdir(parents=True, exist_ok=True)
-    _lock(out)
+    lock(out / ".lock", f"another process is training in {out}: wait for it, or set another OUT")
     write_atomically(out / FILE, f"{json.dumps(identity, indent=2)}\n".encode())
-
-
-_locked: dict[Path, int] = {}  # open for as long as the process lives: closing a file would free its lock
-
-
-def _lock(out: Path) -> None:
-    path = out.resolve() / ".lock"
-    if path not in _locked:
-        _locked[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.lockf(_locked[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"another process is training in {out}: wait for it, or set another OUT") from error
-    except OSError:  # a file system without locks
-        return

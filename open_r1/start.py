@@ -10,6 +10,7 @@ from . import disk, run_identity
 from .arguments import GRPOArguments
 from .complete import checkpoint_fault, complete_marker, move_aside, newest_complete, own_checkpoints
 from .install import holds_something
+from .lock import lock
 from .machine_checks import number_of
 from .pickles import refuse_code
 from .submission import refuse_place
@@ -51,9 +52,17 @@ def check_start(run) -> Found:
 
 
 def begin(run) -> None:
-    """Makes OUT this run's. Its checkpoints behind the one that --resume_from_checkpoint names are renamed:
-    left there, they would be taken for newer ones than those to come. ValueError as of run_identity.claim."""
+    """Makes OUT and SUBMISSION this process's. Checkpoints behind the one that --resume_from_checkpoint names
+    are renamed: left there, they would be taken for newer ones than those to come. ValueError while another
+    process writes there."""
     run_identity.claim(run.out, run.identity)
+    if run.recipe.submission_dir:  # two writers would take the model that one of them is writing for theirs
+        submission = Path(run.recipe.submission_dir).resolve()
+        submission.parent.mkdir(parents=True, exist_ok=True)
+        lock(
+            submission.with_name(f".{submission.name}.lock"),
+            f"another process trains into {submission}: wait for it, or set another SUBMISSION",
+        )
     for folder in own_checkpoints(run.out, run.identity["run"]):
         if run.done and complete_marker(folder)["step"] > run.done[1]["step"]:
             aside = move_aside(folder)

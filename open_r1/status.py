@@ -10,11 +10,13 @@ leaves out what an earlier run wrote, CODE is the launcher's. Only the standard 
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
 FAILED, NOT_FINITE, REWARD, DIED = 1, 65, 66, 67  # exit codes; a signal's is 128 + its number
+BY_SIGNAL = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
 # The errors of ranks that were talking to one that died.
 PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|NCCL|ProcessGroup|process group|TCPStore")
 AGAIN = "The same command goes on from the newest complete checkpoint."
@@ -37,6 +39,9 @@ def ending(out: Path, since: float, code: int) -> tuple[str, int]:
         status if (status := _read(path)) and status["time"] >= since else None
         for path in (out / "status.json", *out.glob("status-rank*.json"))
     ]
+    stopped = f"Stopped by {signal.Signals(code - 128).name}" if code in BY_SIGNAL else None
+    if run is None and stopped:
+        return f"{stopped} before the run began: nothing was written.", code
     if run is None:
         return ("" if code == 0 else "The run ended before its first update; the reason stands above."), code
     if run["cause"] != "running":
@@ -45,6 +50,8 @@ def ending(out: Path, since: float, code: int) -> tuple[str, int]:
     if own:
         first = min(own, key=lambda failure: failure["time"])
         return f"Rank {first['rank']} failed: {first['message']} {AGAIN}", first["exit_code"]
+    if stopped:
+        return f"{stopped}, at once. {AGAIN}", code
     return (
         "A process died without a word: killed by hand, or for want of memory; the launcher's lines above "
         f"name it. {AGAIN}"

@@ -66,28 +66,49 @@ the folder to $ROOT/wheels and run this again"
 }
 
 # run_stoppable COMMAND...: runs it and leaves its exit code in `code`. SIGTERM, SIGINT, SIGUSR1 and SIGHUP to this
-# script are passed on, and it waits until what it ran has saved and left.
+# script are passed on, and it waits until what it ran has saved and left. `passed` is the last one, or empty.
 run_stoppable() {
     local signal
-    (trap - INT; exec "$@") & # bash would start it with SIGINT ignored
-    child=$!
+    child='' passed=''
     for signal in TERM INT USR1; do
         # shellcheck disable=SC2064 # of this loop's signal
         trap "pass_on $signal" "$signal"
     done
     trap 'pass_on TERM' HUP # the terminal is closed
+    (trap - TERM INT USR1 HUP; exec "$@") & # bash would start it with SIGINT ignored
+    child=$!
+    [[ -z $passed ]] || pass_on "$passed" # it came just before
     while wait "$child"; kill -0 "$child" 2>/dev/null; do :; done # a signal ends the wait, not the run
     code=0
     wait "$child" || code=$?
     trap - TERM INT USR1 HUP
+    [[ -z $passed || $code != 1 ]] || code=$(signal_code) # a launcher's 1 says nothing
 }
 
 # pass_on SIGNAL: to what run_stoppable runs. A launcher is left out: it would kill its processes after a while.
 pass_on() {
+    passed=$1
+    [[ -n $child ]] || return 0
     local processes=$child
     if [[ $(tr '\0' ' ' <"/proc/$child/cmdline") == *"/scripts/launch.py "* ]]; then
         processes=$(grep -l "^PPid:[[:space:]]*$child\$" /proc/[0-9]*/status 2>/dev/null | cut -d/ -f3) || true
     fi
     # shellcheck disable=SC2086 # a list
     kill -s "$1" ${processes:-$child} 2>/dev/null || true
+}
+
+# signal_code: the exit code that stands for the signal that was passed on.
+signal_code() {
+    echo $((128 + $(kill -l "$passed")))
+}
+
+# show_help: the comment at the beginning of the script that runs.
+show_help() {
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+}
+
+# asks_for_help ARGUMENTS...
+asks_for_help() {
+    [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
 }

@@ -238,8 +238,12 @@ def test_the_exit_code_and_the_last_line(tmp_path):
     """One line for each way that a run can end, whatever the launcher returned."""
     assert ending(tmp_path, 0, 0) == ("", 0)
     assert ending(tmp_path, 0, 1) == ("The run ended before its first update; the reason stands above.", 1)
+    early = "Stopped by SIGINT before the run began: nothing was written."
+    assert ending(tmp_path, 0, 130) == (early, 130)
     write_status(tmp_path / "status.json", "running", "", None)
     assert ending(tmp_path, 0, 1)[1] == 67  # killed
+    line, code = ending(tmp_path, 0, 143)  # the second signal
+    assert code == 143 and line.startswith("Stopped by SIGTERM, at once. The same command")
     peer = "RuntimeError: Connection closed by peer"
     write_status(tmp_path / "status-rank0.json", "failed", peer, 1, rank=0)
     assert ending(tmp_path, 0, 1)[1] == 67  # by what happened to another

@@ -131,18 +131,26 @@ def test_a_strangers_folder_is_refused(folder, tmp_path, name):  # noqa: F811
     assert path.read_text() == "{}"
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
+def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):  # noqa: F811
+    """Neither into one OUT nor into one SUBMISSION."""
     code = (
-        "import sys; from pathlib import Path; from open_r1 import run_identity as r;"
-        "r.claim(Path(sys.argv[1]), {}); print('claimed', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from open_r1.lock import lock\n"
+        "for path in sys.argv[1:]: lock(Path(path), '')\n"
+        "print('locked', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    out, submission = tmp_path / "out", tmp_path / "best"
+    out.mkdir()
+    command = [sys.executable, "-c", code, out / ".lock", tmp_path / ".best.lock"]
+    more = ("--val_dataset", folder / "val", "--eval_strategy", "steps", "--submission_dir", submission)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(ValueError, match="another process is training in"):
-            run_identity.claim(tmp_path, {})
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=f"another process is training in {out}"):
+            run(folder, out, "--max_steps", 1, *more)
+        with pytest.raises(ValueError, match=f"another process trains into {submission}"):
+            run(folder, tmp_path / "other", "--max_steps", 1, *more)
         other.kill()  # a lock goes with its process
-    run_identity.claim(tmp_path, {})
+    assert "\nready" not in capsys.readouterr().out
+    assert run(folder, out, "--max_steps", 1, *more).state.global_step == 1
 
 
 def test_a_changed_world_size_says_how_to_go_on_and_that_works(folder, begun, tmp_path):  # noqa: F811

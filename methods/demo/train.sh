@@ -9,6 +9,7 @@
 set -euo pipefail
 { # bash reads a script while it runs: in braces it is read whole, and editing it does not disturb a run
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/setup.sh"
+! asks_for_help "$@" || show_help
 
 DEMO=$ROOT/methods/demo
 WORK=$DEMO/runs
@@ -66,8 +67,9 @@ recipe=(
 # measure MODEL FOLDER: the grader's protocol on the sets that nothing is chosen by.
 measure() {
     echo "Measuring $1 on sets that training never sees"
-    "$PYTHON" "$ROOT/selfcheck.py" --model "$1" --out "$2" \
+    run_stoppable "$PYTHON" "$ROOT/selfcheck.py" --model "$1" --out "$2" \
         --data "$DATA_SETS/test_val" "$DATA_SETS/test_B" "$DATA_SETS/test_ood"
+    ((code == 0)) || exit "$code"
 }
 
 for flag in ${flags[@]+"${flags[@]}"}; do
