@@ -12,6 +12,7 @@ from torch import Tensor
 
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo")
 SCALES = ("group", "batch", "none")
+LEVELS = ("token", "sequence")
 STD_EPSILON = 1e-4
 
 
@@ -88,20 +89,26 @@ class LossSettings:
     epsilon_high: float = 0.2
     beta: float = 0.0
     use_bias_correction_kl: bool = False
+    importance_sampling_level: str = "token"
 
 
 def grpo_loss(
     logps: Tensor, old_logps: Tensor | None, ref_logps: Tensor | None, advantages: Tensor, weights: Tensor,
-    settings: LossSettings,
+    owners: Tensor, settings: LossSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The clipped objective of one packed row, and sums for the log.
 
-    All tensors are [N]; advantages and weights are those of the token's completion. Without old_logps the
-    policy that sampled is the policy that learns: the ratio is 1 and only its gradient acts. With beta, k3
+    All tensors are [N]; advantages and weights are those of the token's completion, whose number in the row
+    owners has. Without old_logps the policy that sampled is the policy that learns: the ratio is 1 and only
+    its gradient acts. At level "sequence" every token has the ratio of its completion, the geometric mean of
+    its tokens' (GSPO, arXiv 2507.18071). With beta, k3
     = exp(r) - r - 1 with r = ref - logps (http://joschu.net/blog/kl-approx.html) is added, times the ratio
     under use_bias_correction_kl (DeepSeek-V3.2), as in TRL.
     """
-    ratio = torch.exp(logps - (logps.detach() if old_logps is None else old_logps))
+    log_ratio = logps - (logps.detach() if old_logps is None else old_logps)
+    if settings.importance_sampling_level == "sequence":
+        log_ratio = completion_means(log_ratio, owners)
+    ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_high)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     loss = -surrogate
@@ -114,3 +121,11 @@ def grpo_loss(
         sums["kl"] = kl.detach().sum()
         loss = loss + settings.beta * (kl * ratio if settings.use_bias_correction_kl else kl)
     return (loss * weights).sum(), sums
+
+
+def completion_means(values: Tensor, owners: Tensor) -> Tensor:
+    """Each token's value replaced by the mean over its completion, [N]. Of N places at most, since asking a
+    GPU how many completions there are would wait for it."""
+    sums = torch.zeros_like(values).index_add(0, owners, values)
+    counts = torch.zeros_like(values).index_add(0, owners, torch.ones_like(values))
+    return (sums / counts.clamp(min=1))[owners]

@@ -20,6 +20,7 @@ HONOURED = {
     "num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "beta",
     "num_iterations", "epsilon", "epsilon_high", "reward_weights", "scale_rewards", "loss_type",
     "mask_truncated_completions", "steps_per_generation", "use_bias_correction_kl", "shuffle_dataset",
+    "importance_sampling_level",
 }  # fmt: skip
 # Fields of TrainingArguments that nothing here reads: data order, loaders and loss are the project's own.
 NOT_HONOURED = (

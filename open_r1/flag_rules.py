@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .advantages import LOSS_TYPES, SCALES
+from .advantages import LEVELS, LOSS_TYPES, SCALES
 from .protocol import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
@@ -106,6 +106,15 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
         (
             args.loss_type not in LOSS_TYPES,
             f"--loss_type {args.loss_type}: set one of {', '.join(LOSS_TYPES)}",
+        ),
+        (
+            args.importance_sampling_level not in LEVELS,
+            f"--importance_sampling_level {args.importance_sampling_level}: set one of {', '.join(LEVELS)}",
+        ),
+        (
+            not 0 <= args.epsilon < 1 or (args.epsilon_high or 0) < 0,
+            f"--epsilon {args.epsilon}, --epsilon_high {args.epsilon_high}: ratios are clipped at 1 - "
+            "epsilon and 1 + epsilon_high; set 0 or more, --epsilon below 1",
         ),
         (
             args.scale_rewards not in SCALES,

@@ -75,9 +75,23 @@ def format_reward(completions: list[list[dict]], truncated: list[bool], **kwargs
     ]
 
 
+def soft_overlong_reward(
+    completions: list[list[dict]], completion_ids: list[list[int]], max_completion_length: list[int],
+    cache: int | None = None, **kwargs,
+) -> list[float]:  # fmt: skip
+    """0.0, and over the last `cache` tokens before the length cap down to -1.0 at it (DAPO, arXiv 2503.14476,
+    eq. 13). The cache is a fifth of the cap, as in the paper, unless it is given."""
+    cap = max_completion_length[0]
+    cache = max(1, cap // 5) if cache is None else cache
+    if not 1 <= cache <= cap:
+        raise ValueError(f"cache={cache}: set 1 up to --max_completion_length, {cap}")
+    return [max(-1.0, min(0.0, (cap - cache - len(ids)) / cache)) for ids in completion_ids]
+
+
 reward_funcs_registry = {
     "accuracy": accuracy_reward,
     "format": format_reward,
+    "soft_overlong": soft_overlong_reward,
     "majority_vote": majority_vote_reward,
     "self_certainty": self_certainty_reward,
     "negative_entropy": negative_entropy_reward,

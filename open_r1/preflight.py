@@ -289,7 +289,8 @@ def check_gold(run: Run) -> Found:
         return [], [f"{run.data.source} has no row to try the rewards on"]
     for reward in run.rewards:
         check_signature(reward, columns[0].keys())
-    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer)
+    cap = run.args.max_completion_length
+    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer, cap)
 
 
 # --- The machine

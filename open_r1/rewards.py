@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .data import Prompt
+from .protocol import MAX_NEW_TOKENS
 from .scoring import TOKEN_STATISTICS
 from .time_limit import TimeIsUp, time_limit
 
@@ -30,6 +31,7 @@ EXTRAS = {
     "group": "number of the prompt that the completion belongs to, int",
     "completion_ids": "token ids, list[int], with the end-of-sequence token when it was reached",
     "truncated": "True when no end-of-sequence token was reached, bool",
+    "max_completion_length": "the flag's value, at which completions are cut, int",
     "images": "the prompt's images, list[PIL.Image]",
     "votes": "texts of all --vote_generations completions of the prompt, tuple[str, ...]",
     "entropy": "entropy of the policy at each token in nats, Tensor [T]",
@@ -267,8 +269,9 @@ def as_conversations(texts: Sequence[str]) -> list[list[dict]]:
 
 
 def reward_arguments(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence], numbers: Sequence[int], voters: Sequence[Sequence]
-) -> dict[str, list]:
+    prompts: Sequence[Prompt], groups: Sequence[Sequence], numbers: Sequence[int],
+    voters: Sequence[Sequence], max_completion_length: int,
+) -> dict[str, list]:  # fmt: skip
     """What functions may name, a value per completion: the rows' columns and the EXTRAS that need no
     forward pass.
 
@@ -284,14 +287,16 @@ def reward_arguments(
         "group": [numbers[i] for i, _ in flat],
         "completion_ids": [c.token_ids.tolist() for _, c in flat],
         "truncated": [c.truncated for _, c in flat],
+        "max_completion_length": [max_completion_length] * len(flat),
         "images": [prompts[i].images for i, _ in flat],
         "votes": [votes[i] for i, _ in flat],
     }
 
 
 def try_rewards(
-    rewards: Sequence[Reward], rows: Sequence[dict], images: Sequence[list], tokenizer
-) -> tuple[list[str], list[str]]:
+    rewards: Sequence[Reward], rows: Sequence[dict], images: Sequence[list], tokenizer,
+    max_completion_length: int = MAX_NEW_TOKENS,
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """Calls each reward on gold answers and on empty text. Returns the lines of a table, and the faults.
 
     rows are column dictionaries with "answer" and "question", images those of each row. A reward that fails
@@ -304,7 +309,7 @@ def try_rewards(
         shown = []
         for what, texts in (("gold answers", gold), ("empty text", [""] * len(rows))):
             try:
-                shown.append(_tried(reward, rows, images, texts, tokenizer))
+                shown.append(_tried(reward, rows, images, texts, tokenizer, max_completion_length))
             except RewardError as error:
                 shown.append("failed")
                 faults.append(f"{error} (when it was tried on {what})")
@@ -318,8 +323,9 @@ def try_rewards(
 
 
 def _tried(
-    reward: Reward, rows: Sequence[dict], images: Sequence[list], texts: Sequence[str], tokenizer
-) -> str:
+    reward: Reward, rows: Sequence[dict], images: Sequence[list], texts: Sequence[str], tokenizer,
+    max_completion_length: int,
+) -> str:  # fmt: skip
     """The mean reward of these texts, as the table shows it. Raises RewardError."""
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     generator = torch.Generator().manual_seed(0)
@@ -330,6 +336,7 @@ def _tried(
         "group": list(range(len(rows))),
         "completion_ids": ids,
         "truncated": [False] * len(rows),
+        "max_completion_length": [max_completion_length] * len(rows),
         "images": list(images),
         "votes": [(text,) for text in texts],
         **{name: [torch.rand(len(row), generator=generator) for row in ids] for name in TOKEN_STATISTICS},

@@ -97,7 +97,9 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
             use_leaf_modules(model)
         self.model_accepts_loss_kwargs = False  # the Trainer then divides by the accumulation steps
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        self.loss_settings = LossSettings(args.epsilon, high, args.beta, args.use_bias_correction_kl)
+        self.loss_settings = LossSettings(
+            args.epsilon, high, args.beta, args.use_bias_correction_kl, args.importance_sampling_level
+        )
         self.sampling = Sampling(
             greedy=False, max_new_tokens=args.max_completion_length, temperature=args.temperature,
             top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0,
@@ -161,7 +163,9 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
         self, prompts: list[Prompt], groups: list[Group], numbers: list[int], voters: list[Group]
     ) -> Tensor:
         """Rewards [R, G, F] of this rank's completions."""
-        available = reward_arguments(prompts, groups, numbers, voters)
+        available = reward_arguments(
+            prompts, groups, numbers, voters, self.args.max_completion_length
+        )
         for statistic in TOKEN_STATISTICS:
             if any(reward.wants(statistic) for reward in self.rewards.rewards):
                 available[statistic] = self.token_statistic(prompts, groups, statistic)
@@ -230,8 +234,9 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
     ) -> Tensor:
         logps = model(**inputs.packed.model_inputs(), temperature=self.args.temperature)  # [N]
         loss, sums = grpo_loss(
-            logps, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.weights, self.loss_settings
-        )
+            logps, inputs.old_logps, inputs.ref_logps, inputs.advantages, inputs.weights,
+            inputs.packed.owners, self.loss_settings,
+        )  # fmt: skip
         # From the second update of a rollout on, logps differ by what was learned in between.
         sampled = logps.detach() if inputs.old_logps is None else inputs.old_logps
         sums["gap"] = (sampled - inputs.rollout_logps).abs().sum()

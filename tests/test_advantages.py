@@ -60,7 +60,9 @@ def test_clipping_by_hand():
     old = torch.zeros(4)
     logps = torch.tensor([1.5, 1.5, 0.5, 0.5]).log().requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, sums = grpo_loss(logps, old, None, advantages, torch.full((4,), 0.25), LossSettings(0.2, 0.28))
+    loss, sums = grpo_loss(
+        logps, old, None, advantages, torch.full((4,), 0.25), torch.arange(4), LossSettings(0.2, 0.28)
+    )
     assert loss.item() == pytest.approx(-(1.28 - 1.5 + 0.5 - 0.8) / 4)
     loss.backward()
     assert logps.grad.tolist() == pytest.approx([0, 1.5 / 4, -0.5 / 4, 0])
@@ -70,8 +72,9 @@ def test_clipping_by_hand():
 def test_on_policy_the_ratio_is_one_and_only_its_gradient_acts():
     logps = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss, _ = grpo_loss(
-        logps, None, None, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), LossSettings()
-    )
+        logps, None, None, torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), torch.arange(2),
+        LossSettings(),
+    )  # fmt: skip
     assert loss.item() == 0
     loss.backward()
     assert logps.grad.tolist() == [-0.5, 0.5]
@@ -81,7 +84,8 @@ def test_on_policy_the_ratio_is_one_and_only_its_gradient_acts():
 def test_k3(correction):
     logps, ref = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.5])
     settings = LossSettings(beta=0.1, use_bias_correction_kl=correction)
-    loss, sums = grpo_loss(logps, None, ref, torch.zeros(1), torch.ones(1), settings)
+    owners = torch.zeros(1, dtype=torch.long)
+    loss, sums = grpo_loss(logps, None, ref, torch.zeros(1), torch.ones(1), owners, settings)
     k3 = math.exp(-0.5) + 0.5 - 1
     assert loss.item() == pytest.approx(0.1 * k3) and sums["kl"].item() == pytest.approx(k3)
     loss.backward()
@@ -96,3 +100,30 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(value):
     assert not group_advantages(rewards, "group").any() and not group_advantages(rewards, "batch").any()
     rewards[0, 3] = NAN
     assert not group_advantages(rewards, "group").any()
+
+
+def test_sequence_ratios_by_hand():
+    """GSPO: a completion's ratio is the geometric mean of its tokens', clipped as one, and every token of it
+    gets an equal share of the gradient."""
+    owners = torch.tensor([0, 0, 1, 1, 1, 2])
+    logps = torch.tensor([4.0, 1.0, 0.5, 2.0, 1.0, 1.5]).log().requires_grad_()  # ratios: 2, 1 and 1.5
+    advantages = torch.tensor([-1.0, -1.0, 2.0, 2.0, 2.0, 1.0])
+    weights = torch.tensor([1 / 6] * 2 + [1 / 9] * 3 + [1 / 3])  # means over completions of token means
+    settings = LossSettings(0.2, 0.28, importance_sampling_level="sequence")
+    loss, sums = grpo_loss(logps, torch.zeros(6), None, advantages, weights, owners, settings)
+    assert loss.item() == pytest.approx(-(-2.0 + 2.0 * 1.0 + 1.28) / 3)
+    loss.backward()
+    assert logps.grad.tolist() == pytest.approx([2 / 6, 2 / 6, -2 / 9, -2 / 9, -2 / 9, 0])
+    assert sums["clipped"] == 1
+
+
+def test_dapo_by_hand():
+    """Equation 8 of DAPO: the sum over the tokens of all completions by their number, clipped to 0.8 and
+    1.28; not a mean of the completions' means."""
+    lengths, owners = torch.tensor([1, 3]), torch.tensor([0, 1, 1, 1])
+    weights = token_weights(lengths, torch.tensor([False] * 2), "dapo", 10, False, 2, 4)[owners]
+    ratios, advantages = torch.tensor([1.4, 0.7, 1.1, 1.4]), torch.tensor([1.0, -1.0, -1.0, -1.0])
+    loss, _ = grpo_loss(
+        ratios.log(), torch.zeros(4), None, advantages, weights, owners, LossSettings(0.2, 0.28)
+    )
+    assert loss.item() == pytest.approx(-(1.28 - 0.8 - 1.1 - 1.4) / 4)

@@ -164,12 +164,20 @@ def test_rows_of_several_groups_change_nothing(folders, tmp_path, prompts_per_ro
     assert_same(run_ours(folders, tmp_path, prompts_per_row, **more), run_trl(folders, tmp_path, **more))
 
 
-@pytest.mark.parametrize("more", [{}, {"beta": 0.04, "temperature": 0.8}])
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"epsilon": 0.1},
+        {"epsilon": 0.1, "beta": 0.04, "temperature": 0.8},
+        SEQUENCE | {"loss_type": "grpo"},
+        SEQUENCE | {"beta": 0.04, "use_bias_correction_kl": True},
+    ],
+)
 def test_second_iteration_is_off_policy_and_clipped(folders, tmp_path, more):
     """Two updates on one rollout: the second has ratios away from 1 (a large step), clipped
     asymmetrically, and a KL term that is not 0."""
-    more = more | {
-        "num_iterations": 2, "max_steps": 2, "learning_rate": 0.05, "epsilon": 0.1, "epsilon_high": 0.3,
-        "loss_type": "dapo",
-    }  # fmt: skip
+    more = {"epsilon_high": 0.3, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.05} | more
     assert_same(run_ours(folders, tmp_path, **more), run_trl(folders, tmp_path, **more), tolerance=1e-4)
