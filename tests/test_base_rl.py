@@ -43,7 +43,8 @@ def test_soft_overlong_in_a_run(folder, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="cache=9: set 1 up to --max_completion_length, 8"):
         run(
             folder, tmp_path / "dry", "--max_steps", 1, "--dry_run", "true",
-            "--reward_funcs", "soft_overlong", "--reward_weights", 1, "--reward_options", "soft_overlong.cache=9",
+            "--reward_funcs", "soft_overlong", "--reward_weights", 1,
+            "--reward_options", "soft_overlong.cache=9",
         )  # fmt: skip
 
 
