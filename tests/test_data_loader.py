@@ -145,7 +145,7 @@ def test_a_bad_row_stops_the_loader_by_name(num_workers, tmp_path):
     rows = load_rows(tmp_path / "rows")
     loader = prompt_loader(rows, encoder(), lambda r: [r], start=0, stop=2, num_workers=num_workers)
     assert next(loader)[0].row == 0
-    with pytest.raises(DataError, match="^row 1 of .*rows: an image cannot be decoded"):
+    with pytest.raises(DataError, match="^row 1 of .*rows: an image cannot be opened: its format is unknown"):
         next(loader)
 
 
