@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig
 
-from .flag_rules import rules, values
+from .flag_rules import places, rules, values
 from .protocol import MAX_NEW_TOKENS
 
 # The fields of TRL's GRPOConfig that do what TRL says they do.
@@ -178,6 +178,8 @@ class GRPOArguments(GRPOConfig):
     def __post_init__(self) -> None:
         import torch
 
+        if self.eval_steps == 0:  # transformers would take --logging_steps instead
+            raise ValueError("--eval_steps 0: set 1 or more, or --eval_strategy no")
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
         # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours
@@ -230,7 +232,8 @@ class GRPOArguments(GRPOConfig):
 def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig) -> None:
     """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at
     once."""
-    faults = [sentence for bad, sentence in (*values(recipe, args), *rules(recipe, args)) if bad]
+    found = *values(recipe, args), *rules(recipe, args), *places(recipe, args, model)
+    faults = [sentence for bad, sentence in found if bad]
     refused = set(NOT_HONOURED) & _names(TrainingArguments)
     honoured = _names(TrainingArguments) - refused
     reason = "this trainer does not honour it; leave it out"

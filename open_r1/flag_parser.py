@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from trl import TrlParser
 
 
+class Refused(ValueError):
+    """A sentence that names the flag."""
+
+
 class FlagParser(TrlParser):
     """TrlParser takes `--max_st` for `--max_steps`; train.sh would not know it, and look in other folders."""
 
@@ -14,17 +18,18 @@ class FlagParser(TrlParser):
 
     def error(self, message: str) -> None:
         """Instead of a page of usage and exit code 2."""
-        raise ValueError(f"{message} (--help lists all flags)")
+        raise Refused(f"{message} (--help lists all flags)")
 
     def parse(self, flags: Sequence[str] | None = None) -> tuple:
         """One dataclass for each type. Raises ValueError for flags that do not exist, and for values they
         do not take: argparse looks at some, transformers at others."""
         try:
             *parsed, unknown = self.parse_args_and_config(flags, return_remaining_strings=True)
-        except ValueError:
+        except Refused:
             raise
-        except Exception as error:  # transformers expects that of a file's name or a JSON text
-            raise ValueError(f"a flag's value cannot be used: {type(error).__name__}: {error}") from error
+        except Exception as error:  # of many kinds: transformers makes something of the values
+            sentence = str(error) if str(error).startswith("--") else f"{type(error).__name__}: {error}"
+            raise ValueError(f"a flag's value cannot be used: {sentence}") from error
         if unknown:
             raise ValueError("\n".join(map(self._unknown, _flags_first(unknown))))
         return tuple(parsed)

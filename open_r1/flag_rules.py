@@ -1,6 +1,7 @@
 """What arguments.py refuses: every bad value and combination of flags with its one sentence."""
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from .advantages import LEVELS, LOSS_TYPES, SCALES
 from .protocol import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
+    from trl import ModelConfig
+
     from .arguments import GRPOArguments, RecipeArguments
 
 ENGINES = ("fast", "transformers")
@@ -53,6 +56,27 @@ def values(recipe: "RecipeArguments", args: "GRPOArguments") -> Iterator[tuple[b
         args.max_steps <= 0 and not 0 < epochs < math.inf,
         f"--max_steps {args.max_steps} and --num_train_epochs {epochs:g}: set one of them above 0",
     )
+
+
+def places(
+    recipe: "RecipeArguments", args: "GRPOArguments", model: "ModelConfig"
+) -> Iterator[tuple[bool, str]]:
+    """As `rules`, of folders that lie in each other. OUT gets files which a data set would take for rows."""
+    out, submission = f"--output_dir {args.output_dir}", f"--submission_dir {recipe.submission_dir}"
+    for name, folder in (
+        ("submission_dir", recipe.submission_dir),
+        ("model_name_or_path", model.model_name_or_path),
+        ("dataset_name", recipe.dataset_name),
+        ("val_dataset", recipe.val_dataset),
+        ("ood_val_dataset", recipe.ood_val_dataset),
+    ):
+        if folder and (Path(folder).is_dir() or name == "submission_dir"):
+            inside = f"{out} lies in --{name} {folder}, which is for other files; set another --output_dir"
+            yield _inside(args.output_dir, folder), inside
+    if recipe.submission_dir and _inside(recipe.submission_dir, args.output_dir):
+        below = Path(_real(recipe.submission_dir)).relative_to(_real(args.output_dir)).parts
+        taken = below and below[0].startswith((".", "checkpoint-"))
+        yield bool(taken), f"{submission} lies where checkpoints come and go; set another --submission_dir"
 
 
 def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, str]]:
@@ -177,12 +201,6 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "or --ood_val_dataset and --eval_strategy steps",
         ),
         (
-            bool(recipe.submission_dir) and _inside(args.output_dir, recipe.submission_dir),
-            f"--output_dir {args.output_dir} lies in --submission_dir {recipe.submission_dir}: the "
-            "submission holds a model "
-            "and nothing else; set another --output_dir",
-        ),
-        (
             bool(args.save_only_model) and args.save_strategy != "no",
             "--save_only_model: such a checkpoint cannot be resumed; leave it out (the submission "
             "is the full model)",
@@ -195,5 +213,8 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
 
 
 def _inside(folder: str, outer: str) -> bool:
-    folder, outer = Path(folder).resolve(), Path(outer).resolve()
-    return folder == outer or outer in folder.parents
+    return Path(_real(folder)).is_relative_to(_real(outer))
+
+
+def _real(folder: str) -> str:
+    return os.path.realpath(folder)  # unlike Path.resolve, of a loop of links too

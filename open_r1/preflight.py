@@ -33,7 +33,7 @@ WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
 # What the user calls a thing that a check needs.
-WORDS = {"config": "model", "parameters": "model", "rows": "train", "facts": "train"}
+WORDS = {"config": "model", "parameters": "model", "weights": "model", "rows": "train", "facts": "train"}
 Found = tuple[list[str], list[str]]  # lines, faults
 
 
@@ -50,6 +50,8 @@ class Run:
     base: Path | None = None  # the model's folder
     config: Qwen2VLConfig | None = None
     parameters: int | None = None
+    weights: bool | None = None  # whether the files hold what the configuration says
+    template: bool | None = None
     processor: Any = None
     data: CountingData | None = None
     validation_sets: dict[str, CountingData] = field(default_factory=dict)
@@ -169,7 +171,9 @@ def check_model(run: Run) -> Found:
 
 
 def check_weights(run: Run) -> Found:
-    return model_checks.check_weights(run.base, run.config) if run.is_main else ([], [])
+    lines, faults = model_checks.check_weights(run.base, run.config) if run.is_main else ([], [])
+    run.weights = True if not faults else None
+    return lines, faults
 
 
 def check_processor(run: Run) -> Found:
@@ -185,7 +189,9 @@ def check_generation(run: Run) -> Found:
 
 
 def check_template(run: Run) -> Found:
-    return model_checks.check_template(run.base, run.processor)
+    lines, faults = model_checks.check_template(run.base, run.processor)
+    run.template = True if not faults else None
+    return lines, faults
 
 
 # --- The data
@@ -211,7 +217,10 @@ def check_training_rows(run: Run) -> Found:
         return [], []
     data, sets, skip = run.data, run.validation_sets, run.recipe.skip_bad_rows
     refuse_same_folder(data, list(sets.values()))
-    run.out.mkdir(parents=True, exist_ok=True)
+    try:
+        run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"OUT {run.out} cannot be made ({error.strerror}): set OUT to a folder") from error
     # Only decoding finds a file cut short, and dropping it must come before the order of rows is drawn.
     bad = check_rows(data, run.processor, full=run.recipe.check_data or skip)
     kept = good_rows(data, bad, skip_bad_rows=skip, out=run.out)
@@ -356,18 +365,18 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("sampling", check_generation, ("config",)),
     ("template", check_template, ("processor",)),
     ("data", check_data, ()),
-    ("train", check_training_rows, ("data", "processor")),
+    ("train", check_training_rows, ("data", "processor", "template")),
     ("answers", check_answers, ("rows",)),
     ("images", check_images, ("facts",)),
     ("prompts", check_prompts, ("facts",)),
-    ("validation", check_validation_rows, ("data", "processor")),
+    ("validation", check_validation_rows, ("data", "processor", "template")),
     ("rewards", check_rewards, ()),
     ("rewards", check_gold, ("rewards", "data", "processor")),
     ("GPUs", check_devices, ()),
     ("memory", check_memory, ("flags", "parameters")),
     ("update", check_updates, ("flags", "rows")),
-    ("start", start.check_start, ("base", "rows", "rewards")),
-    ("submission", start.check_submission, ("base",)),
+    ("start", start.check_start, ("weights", "rows", "rewards")),
+    ("submission", start.check_submission, ("weights",)),
     ("disk", start.check_disk, ("flags", "identity")),
     ("hours", check_hours, ()),
 ]

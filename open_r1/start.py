@@ -88,7 +88,7 @@ def check_disk(run) -> Found:
     faults = [
         f"{place} cannot be written: set OUT and SUBMISSION to folders elsewhere"
         for place in dict.fromkeys(disk.existing(folder) for folder, _, _ in needs)
-        if not os.access(place, os.W_OK)
+        if not (place.is_dir() and os.access(place, os.W_OK))
     ]
     if fault := disk.shortage(needs):
         faults.append(f"{fault}; make room, or set OUT or SUBMISSION to a folder on a larger disk")

@@ -149,6 +149,11 @@ FLAGS = (
         (("--eval_limit", 0), "--eval_limit 0: set 1 or more"),
         (("--save_steps", 0.5), "--save_steps 0.5: set a whole number of updates"),
         (("--submission_dir", "o"), "--output_dir o lies in --submission_dir o"),
+        (("--val_dataset", ROOT, "--output_dir", ROOT / "o"), "--output_dir .* lies in --val_dataset"),
+        (("--model_name_or_path", ROOT, "--output_dir", ROOT), "--output_dir .* lies in --model_name_or"),
+        (("--submission_dir", "o/checkpoint-5"), "--submission_dir o/checkpoint-5 lies where checkpoints"),
+        (("--submission_dir", "o/.saving/x"), "--submission_dir o/.saving/x lies where checkpoints come"),
+        (("--eval_strategy", "steps", "--eval_steps", 0), "--eval_steps 0: set 1 or more, or"),
         (("--gradient_accumulation_steps", 0), "--gradient_accumulation_steps 0: set 1 or more"),
         (("--max_hours", "nan"), "--max_hours nan: set the hours"),
         (("--learning_rate", "nan"), "--learning_rate nan: set 0 or more"),
@@ -164,6 +169,7 @@ FLAGS = (
         (("--max_steps", "abc"), "argument --max_steps/--max-steps: invalid int value: 'abc'"),
         (("--save_steps", "inf"), "a flag's value cannot be used: OverflowError"),
         (("--deepspeed", "1"), "a flag's value cannot be used: "),
+        (("--deepspeed", "nowhere"), "a flag's value cannot be used: ValueError: Expected a string path"),
     ],
 )
 def test_bad_flags_are_refused_in_one_sentence(flags, sentence):

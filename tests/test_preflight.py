@@ -401,8 +401,26 @@ def test_the_last_line_of_a_launched_run_names_what_failed(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_a_fault_like_others(folder, tmp_path):  # noqa: F811
     (tmp_path / "file").write_text("")
-    with pytest.raises(preflight.NotReady, match="1 thing to change\n  1. .*Not a directory"):
+    with pytest.raises(preflight.NotReady, match="1 thing to change\n  1. OUT .* .Not a directory.: set OUT"):
         run(folder, tmp_path / "file/out", "--max_steps", 1, "--dry_run", "true")
+    more = ("--val_dataset", folder / "val", "--eval_strategy", "steps", "--submission_dir")
+    with pytest.raises(preflight.NotReady, match="1 thing to change\n  1. .*/file cannot be written: set"):
+        run(folder, tmp_path / "out", *more, tmp_path / "file/best", "--max_steps", 1, "--dry_run", "true")
+
+
+@pytest.mark.parametrize(
+    "file, content, sentence",
+    [
+        ("model.safetensors", b"", "model.safetensors has no readable header"),
+        ("chat_template.json", b'{"chat_template": "{% if %}"}', "has no chat template that renders"),
+    ],
+)
+def test_what_is_broken_breaks_no_later_check(folder, tmp_path, file, content, sentence):  # noqa: F811
+    shutil.copytree(folder / "base", tmp_path / "base")
+    (tmp_path / "base" / file).write_bytes(content)
+    more = ("--model_name_or_path", tmp_path / "base", "--max_steps", 1, "--dry_run", "true")
+    with pytest.raises(preflight.NotReady, match=f"1 thing to change\n  1. .*{sentence}"):
+        run(folder, tmp_path / "out", *more)
 
 
 def test_deepspeed_settings_come_from_the_file_or_as_they_are(tmp_path):
