@@ -335,7 +335,7 @@ def test_a_process_that_dies_ends_the_program_at_once(model, data, monkeypatch, 
 @pytest.mark.parametrize("has_venv", [True, False])
 def test_a_python_without_the_packages(has_venv, tmp_path):
     """It goes on with .venv's, and where there is none, says how to make it."""
-    for file in ("selfcheck.py", "open_r1/__init__.py", "open_r1/versions.py"):
+    for file in ("selfcheck.py", "open_r1/__init__.py", "open_r1/network.py", "open_r1/versions.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "requirements.txt").write_text("a-package-that-nobody-has>=1\n")
