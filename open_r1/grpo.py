@@ -6,8 +6,13 @@
 To change what is rewarded, edit a function below, or add one to the registry and name it in --reward_funcs.
 """
 
+import os
 import signal
 import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
@@ -225,6 +230,28 @@ def leave_together() -> None:
     state.destroy_process_group()
 
 
+@contextmanager
+def threads_left_behind() -> Iterator[None]:
+    """The process ends after it, whatever threads a reward function has started: Python waits for them."""
+    code = 0
+    try:
+        yield
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if any(not (one.daemon or one is threading.main_thread()) for one in threading.enumerate()):
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    main()
-    leave_together()
+    with threads_left_behind():
+        main()
+        leave_together()

@@ -77,8 +77,8 @@ class Reward:
                 values = values.tolist() if hasattr(values, "tolist") else values  # numpy and torch
         except TimeIsUp as alarm:
             limit = f"--reward_timeout {self.timeout:g} s"
-            raise RewardError(f"reward {self.name} took more than {limit} {_where(alarm)}") from None
-        except Exception as error:
+            raise RewardError(f"reward {self.name} took more than {limit} {_where(alarm, 2)}") from None
+        except BaseException as error:  # SystemExit too: a reward that exits must not end the run in silence
             raise RewardError(
                 f"reward {self.name} raised {type(error).__name__}: {error} {_where(error)}"
             ) from error
@@ -104,8 +104,9 @@ class Reward:
 LARGEST = torch.finfo(torch.float32).max
 
 
-def _where(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def _where(error: BaseException, depth: int = 1) -> str:
+    """The line that raised; with depth 2 the one that was interrupted by what raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-depth]
     return f"({frame.filename}, line {frame.lineno})"
 
 

@@ -53,8 +53,8 @@ def ending(out: Path, since: float, code: int) -> tuple[str, int]:
     if stopped:
         return f"{stopped}, at once. {AGAIN}", code
     return (
-        "A process died without a word: killed by hand, or for want of memory; the launcher's lines above "
-        f"name it. {AGAIN}"
+        "A process died without a word: killed by hand, for want of memory, or stuck in a reward function "
+        f"(the lines above show where). {AGAIN}"
     ), DIED
 
 

@@ -169,12 +169,34 @@ def test_a_function_that_hangs_is_interrupted(hang):
     handler, before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     threads, started = threading.active_count(), time.monotonic()
     reward = Reward("slow", lambda completions: hang(), 1.0, timeout=0.2)
-    with pytest.raises(RewardError, match=r"reward slow took more than --reward_timeout 0.2 s \(.*, line"):
+    with pytest.raises(RewardError, match=r"slow took more than --reward_timeout 0.2 s \(.*, line") as late:
         reward(TWO)
+    assert "time_limit.py" not in str(late.value)  # but where it hangs
     assert time.monotonic() - started < 5
     assert signal.getsignal(signal.SIGALRM) is handler and threading.active_count() == threads
     assert abs(before - signal.getitimer(signal.ITIMER_REAL)[0]) < 5
     time.sleep(0.3)  # no alarm is left over
+
+
+@pytest.mark.parametrize("leaving", [SystemExit(3), KeyboardInterrupt()])
+def test_a_function_that_exits_has_failed(leaving):
+    """It must not end the run without a word."""
+
+    def leave(completions):
+        raise leaving
+
+    with pytest.raises(RewardError, match=f"reward leaving raised {type(leaving).__name__}"):
+        Reward("leaving", leave, 1.0)(TWO)
+
+
+def test_a_thread_that_a_reward_left_does_not_keep_the_process():
+    code = (
+        "import sys, threading, time; from open_r1.grpo import threads_left_behind\n"
+        "with threads_left_behind():\n"
+        "    threading.Thread(target=time.sleep, args=[1000]).start(); sys.exit('a last word')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.endswith("a last word\n")
 
 
 def test_other_signals_reach_their_handlers_inside_a_reward():
