@@ -122,6 +122,13 @@ class GRPOArguments(GRPOConfig):
             "None: num_generations."
         },
     )
+    dynamic_sampling: int = field(
+        default=0,
+        metadata={
+            "help": "Times at most that new prompts replace a rollout's groups of equal rewards. 0: these "
+            "stay, and teach nothing."
+        },
+    )
     vocab_limit: int | None = field(
         default=None,
         metadata={

@@ -25,6 +25,25 @@ def row_order(num_rows: int, prompts_per_rollout: int, seed: int, rollout: int) 
     return [int(order[place // num_rows][place % num_rows]) for place in places]
 
 
+def rollout_rows(args: GRPOArguments, num_rows: int, rollout: int) -> list[int]:
+    """The rows of a rollout by place."""
+    count = args.prompts_per_rollout
+    if args.shuffle_dataset:
+        return row_order(num_rows, count, args.seed, rollout)
+    return [i % num_rows for i in range(rollout * count, (rollout + 1) * count)]
+
+
+def refill_rows(args: GRPOArguments, num_rows: int, rollout: int, attempt: int) -> list[int]:
+    """For each place of a rollout the row of attempt 1, 2, ... to replace its prompt: drawn from all rows but
+    the rollout's own, the next attempts' others."""
+    own = rollout_rows(args, num_rows, rollout)
+    others = np.setdiff1d(np.arange(num_rows), own)
+    if not len(others):  # no more rows than a rollout has
+        others = np.arange(num_rows)
+    seed = int(np.random.SeedSequence([args.seed, rollout, 1]).generate_state(1)[0])
+    return [int(others[i]) for i in row_order(len(others), len(own), seed, attempt - 1)]
+
+
 def prompt_places(args: GRPOArguments) -> list[int]:
     """The places in the rollout of all ranks' prompts, rank after rank: each update's prompts are cut into
     equal shares, so that an update has the same prompts on any number of ranks."""
@@ -40,11 +59,7 @@ def rollout_prompts(
     each once."""
 
     def rows_of(number: int) -> list[int]:
-        count = args.prompts_per_rollout
-        if args.shuffle_dataset:
-            drawn = row_order(len(rows), count, args.seed, number)
-        else:
-            drawn = [i % len(rows) for i in range(number * count, (number + 1) * count)]
+        drawn = rollout_rows(args, len(rows), number)
         return [rows[drawn[i]] for i in prompt_places(args)]
 
     return prompt_loader(

@@ -132,6 +132,10 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"--loss_type {args.loss_type}: set one of {', '.join(LOSS_TYPES)}",
         ),
         (
+            args.dynamic_sampling < 0,
+            f"--dynamic_sampling {args.dynamic_sampling}: set 0 (off) or the number of tries",
+        ),
+        (
             args.importance_sampling_level not in LEVELS,
             f"--importance_sampling_level {args.importance_sampling_level}: set one of {', '.join(LEVELS)}",
         ),

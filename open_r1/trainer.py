@@ -7,15 +7,12 @@ Everything that depends on the update as a whole (advantages, token counts) is f
 so that a row's loss needs no knowledge of the other rows.
 
 Legend
-  R  prompts of this rank's rollout     G  completions a prompt     F  reward functions
   N  completion tokens of a row
 """
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,23 +20,22 @@ from torch import Tensor
 from transformers import Trainer
 
 from . import validation
-from .advantages import LossSettings, combine_rewards, group_advantages, grpo_loss
+from .advantages import LossSettings, grpo_loss
 from .arguments import GRPOArguments
 from .complete import complete_marker
 from .control import RunControl, StopRun
-from .data import CountingData, Prompt, PromptEncoder
-from .data_loader import prompt_places, rollout_prompts
+from .data import CountingData, PromptEncoder
+from .data_loader import rollout_prompts
 from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
-from .label_free import vote_numbers
-from .metrics import best_and_worst, completion_numbers, rollout_metrics
 from .packing import PackedRow
-from .rewards import RewardCaller, reward_arguments
+from .rewards import RewardCaller
+from .rolling_out import RollsOut
 from .rollout import Engine
-from .sampling import Sampling, sampling_keys
+from .sampling import Sampling
 from .saving import SavesCheckpoints
-from .scoring import TOKEN_STATISTICS, add_scoring_forward
-from .training_rows import Group, TrainingRow, build_rows, pack_groups
+from .scoring import add_scoring_forward
+from .training_rows import TrainingRow
 from .weights import copy_weights, use_leaf_modules
 
 
@@ -65,7 +61,7 @@ class RolloutLoader:
                     yield from rows
 
 
-class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
+class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
     """GRPO on Qwen2-VL.
 
     `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its
@@ -120,90 +116,6 @@ class Qwen2VLGRPOTrainer(SavesCheckpoints, Trainer):
 
     def get_train_dataloader(self) -> RolloutLoader:
         return RolloutLoader(self)
-
-    def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
-        """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
-        started = time.perf_counter()
-        args, names = self.args, [reward.name for reward in self.rewards.rewards]
-        self.refresh()
-        own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
-        numbers = prompt_places(args)[own]
-        keys = sampling_keys(args.seed, number, numbers, args.completions_drawn)
-        voters = self.engine.generate(
-            prompts, args.completions_drawn, self.sampling, keys, self.run_control.interrupted
-        )
-        groups = [group[: args.num_generations] for group in voters]
-        self.run_control.agree()  # on all ranks, before a rollout that was given up on one is used
-
-        per_function = self.gather(self.reward(prompts, groups, numbers, voters))  # [R * world, G, F]
-        per_function = self.rewards.settle(per_function, args.world_size)
-        weights = torch.tensor([reward.weight for reward in self.rewards.rewards])
-        rewards = combine_rewards(per_function, weights)  # [R * world, G]
-        advantages = group_advantages(rewards, args.scale_rewards)
-        advantages[rewards.isinf().any(1)] = torch.nan  # such an update is found by its loss
-        rows = build_rows(args, prompts, groups, rewards[own], advantages[own], self.sum_over_ranks)
-        rows = self.add_logps(rows)
-
-        per_completion = self.gather(completion_numbers(prompts, groups))
-        logs = rollout_metrics(per_completion, rewards, per_function, names)
-        logs |= self.rewards.numbers() | self.vote_metrics(prompts, voters)
-        self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
-        samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
-        self.samples += [{"rollout": number, **sample} for sample in samples]
-        return rows
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, one behind the other, on the CPU."""
-        return self.accelerator.gather(tensor.to(self.args.device)).cpu()
-
-    def sum_over_ranks(self, value: float) -> float:
-        return float(self.accelerator.reduce(torch.tensor(value, device=self.args.device)))
-
-    def reward(
-        self, prompts: list[Prompt], groups: list[Group], numbers: list[int], voters: list[Group]
-    ) -> Tensor:
-        """Rewards [R, G, F] of this rank's completions."""
-        available = reward_arguments(
-            prompts, groups, numbers, voters, self.args.max_completion_length
-        )
-        for statistic in TOKEN_STATISTICS:
-            if any(reward.wants(statistic) for reward in self.rewards.rewards):
-                available[statistic] = self.token_statistic(prompts, groups, statistic)
-        return self.rewards(available).view(len(groups), self.args.num_generations, -1)
-
-    def vote_metrics(self, prompts: list[Prompt], voters: list[Group]) -> dict[str, float]:
-        """Means over all ranks' prompts, where the majority vote is a reward."""
-        votes = [reward for reward in self.rewards.rewards if reward.name == "majority_vote"]
-        if not votes:
-            return {}
-        numbers = [
-            vote_numbers(
-                [c.text for c in group], p.columns["answer"], self.args.num_generations, **votes[0].options
-            )
-            for p, group in zip(prompts, voters, strict=True)
-        ]
-        means = self.gather(torch.tensor([list(one.values()) for one in numbers])).mean(0)
-        return dict(zip(numbers[0], means.tolist(), strict=True))
-
-    def token_statistic(self, prompts: list[Prompt], groups: list[Group], statistic: str) -> list[Tensor]:
-        """The policy's entropy or self-certainty at each completion token: a [T] tensor per completion."""
-        values = []
-        for i in range(0, len(prompts), self.args.prompts_per_row):
-            part = slice(i, i + self.args.prompts_per_row)
-            row = pack_groups(prompts[part], groups[part], self.args.device)
-            lengths = [c.token_ids.numel() for group in groups[part] for c in group]
-            scored = self.score(self.model_wrapped, row, statistic, self.args.vocab_limit)
-            values += scored.cpu().split(lengths)
-        return values
-
-    def add_logps(self, rows: list[TrainingRow]) -> list[TrainingRow]:
-        """The log-probs that later updates of a rollout and a KL term are measured against."""
-        if self.args.updates_per_rollout > 1:
-            # From the second update on the policy is not the one that sampled.
-            rows = [replace(row, old_logps=self.score(self.model_wrapped, row.packed).cpu()) for row in rows]
-        if self.args.beta:
-            rows = [replace(row, ref_logps=self.score(self.ref_model, row.packed).cpu()) for row in rows]
-        return rows
 
     @torch.no_grad()
     def score(

@@ -21,3 +21,9 @@ def letters_on_a_full_disk(completion_ids, **kwargs):
             except OSError:
                 pass
     return letters(completion_ids)
+
+
+def half_stuck(completions, completion_ids, answer, entropy, **kwargs):
+    """As letters, but the groups of even counts have equal rewards. Asking for the entropy takes a forward
+    pass of the policy, for which all ranks must have as many rows."""
+    return [0.5 if a % 2 == 0 else one for one, a in zip(letters(completion_ids), answer, strict=True)]

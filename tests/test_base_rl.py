@@ -4,6 +4,8 @@ import pytest
 import torch
 from trl.rewards import get_soft_overlong_punishment
 
+from open_r1.arguments import GRPOArguments
+from open_r1.data_loader import refill_rows, rollout_rows
 from open_r1.grpo import soft_overlong_reward
 from open_r1.packing import pack
 from open_r1.rollout import FastEngine
@@ -100,3 +102,67 @@ def test_a_rollout_with_top_p_starts_at_ratio_1(folder, tmp_path):  # noqa: F811
     )  # fmt: skip
     logs = [log for log in lines(tmp_path / "out/logs.jsonl") if "loss" in log]
     assert logs[0]["logps_gap"] < 1e-4 and logs[0]["clip_share"] == 0
+
+
+# --- dynamic sampling ---------------------------------------------------------------------------------------
+
+STUCK = ("--reward_funcs", "tests.rewards.half_stuck", "--reward_weights", 1, "--save_strategy", "no")
+
+
+def drawn_in(out) -> list[tuple]:
+    """(rollout, row, true count, worst text) of each group that was trained on, in order."""
+    samples = lines(out / "rollouts.jsonl")
+    return [(s["rollout"], s["row"], s["answer"], s["text"]) for s in samples if s["which"] == "worst"]
+
+
+def test_groups_of_equal_rewards_are_replaced(folder, tmp_path):  # noqa: F811
+    """Even counts are stuck: half the prompts and more. After enough tries none is left; live prompts stay in
+    their places, with their completions; new ones are none of the rollout's own."""
+    more = (*STUCK, "--max_steps", 3, "--gradient_accumulation_steps", 4)
+    run(folder, tmp_path / "plain", *more)
+    run(folder, tmp_path / "dynamic", *more, "--dynamic_sampling", 8)
+    before, after = drawn_in(tmp_path / "plain"), drawn_in(tmp_path / "dynamic")
+    assert len(before) == len(after) == 12
+    own = {rollout: {row for r, row, *_ in before if r == rollout} for rollout in range(3)}
+    replaced = 0
+    for was, now in zip(before[:4], after[:4], strict=True):  # the first update: weights are the same
+        if was[2] % 2:
+            assert now == was
+        else:
+            replaced += 1
+            assert now[2] % 2 and now[1] not in own[0]
+    assert replaced and len({row for _, row, *_ in after[:4]}) == 4
+    logs = [log for log in lines(tmp_path / "dynamic/logs.jsonl") if "loss" in log]
+    plain = [log for log in lines(tmp_path / "plain/logs.jsonl") if "loss" in log]
+    assert [log["zero_variance"] for log in logs] == [0, 0, 0]
+    assert logs[0]["dynamic_sampling/first_zero_variance"] == plain[0]["zero_variance"] > 0
+    assert all(1 <= log["dynamic_sampling/tries"] <= 8 for log in logs)
+    assert logs[0]["dynamic_sampling/first_reward"] == plain[0]["reward"] != logs[0]["reward"]
+    assert not any(name.startswith("dynamic_sampling") for name in plain[0])
+
+
+def test_tries_are_limited_and_a_resumed_run_makes_the_same(folder, tmp_path):  # noqa: F811
+    """With one try some groups stay as they are. The second half of a run that was cut is the whole one's."""
+    more = (*STUCK, "--gradient_accumulation_steps", 4, "--dynamic_sampling", 1)
+    more += ("--save_strategy", "steps", "--save_steps", 2)
+    run(folder, tmp_path / "whole", *more, "--max_steps", 4)
+    run(folder, tmp_path / "parts", *more, "--max_steps", 2)
+    run(folder, tmp_path / "parts", *more, "--max_steps", 4)
+    assert drawn_in(tmp_path / "parts") == drawn_in(tmp_path / "whole")
+    logs = [log for log in lines(tmp_path / "whole/logs.jsonl") if "loss" in log]
+    assert {log["dynamic_sampling/tries"] for log in logs} <= {0, 1}
+    assert any(log["zero_variance"] for log in logs)
+
+
+def arguments(**more) -> GRPOArguments:
+    return GRPOArguments(output_dir="out", use_cpu=True, report_to="none", eval_strategy="no", seed=3, **more)
+
+
+def test_rows_to_refill_with_are_new_and_wander_through_all():
+    args = arguments(gradient_accumulation_steps=8)
+    own = rollout_rows(args, 30, 1)
+    tries = [refill_rows(args, 30, 1, attempt) for attempt in (1, 2, 3)]
+    assert not set(own) & {row for one in tries for row in one}
+    assert len({*tries[0], *tries[1], *tries[2][:6]}) == 22  # all others, each once, before one comes again
+    assert tries[0] == refill_rows(args, 30, 1, 1) != refill_rows(args, 30, 2, 1)
+    assert all(0 <= row < 8 for row in refill_rows(args, 8, 0, 5))  # no more rows than a rollout has

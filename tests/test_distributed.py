@@ -23,6 +23,7 @@ from tests.tiny import noise_image, save_public_form
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = 4  # of an update
 UPDATES = 3
+FIRST = "dynamic_sampling/first_zero_variance"
 
 
 def make_rows(seed: int, count: int) -> Dataset:
@@ -120,12 +121,18 @@ def test_two_processes_with_ddp(folder, one):
     assert_same_updates(launch(folder, "ddp", "ddp", 2, "--bf16", "false"), one)
 
 
-def test_two_updates_a_rollout_with_ddp(folder):
-    """Each update has the same prompts on any number of processes."""
-    flags = ("--bf16", "false", "--max_steps", 2, "--steps_per_generation")
+def test_two_updates_a_rollout_and_dynamic_sampling(folder):
+    """Each update has the same prompts on any number of processes, those that replace others too. The rewards
+    ask for the entropy: ranks with unequal shares of them, as here, would wait for ever under ZeRO-3."""
+    flags = ("--bf16", "false", "--max_steps", 2, "--dynamic_sampling", 2, "--seed", 7)
+    flags += ("--reward_funcs", "tests.rewards.half_stuck", "--steps_per_generation")
     expected = launch(folder, "one_twice", "ddp", 1, *flags, 2 * PROMPTS)
-    got = launch(folder, "ddp_twice", "ddp", 2, *flags, PROMPTS)
-    assert_same_updates(got, expected, updates=2)
+    first, second = expected["logs"]
+    assert first["dynamic_sampling/tries"] == 2 and first["zero_variance"] < first[FIRST]
+    for kind, more in (("ddp", ()), ("zero", ("--deepspeed", folder / "zero3.json"))):
+        got = launch(folder, f"{kind}_twice", kind, 2, *flags, PROMPTS, *more)
+        assert_same_updates(got, expected, updates=2)
+        assert [log[FIRST] for log in got["logs"]] == [first[FIRST]] * 2
 
 
 @pytest.fixture(scope="module")
