@@ -203,6 +203,13 @@ def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
     if trainer.keep_best:
         trainer.keep_best.start(trainer.engine.model, trainer.validate)
         trainer.best_score = trainer.keep_best.baseline
+        if done and trainer.keep_best.best_score < done[1]["best_score"]:  # deleted, or never written
+            trainer.validate_again = True
+            if trainer.args.process_index == 0:
+                print(
+                    f"{trainer.keep_best.submission} holds less than this run has found (score "
+                    f"{done[1]['best_score']:.2f}): {done[0].name} is validated once more"
+                )
     if done and done[1]["step"] >= trainer.args.max_steps and not trainer.validation_is_due(done[1]):
         if trainer.args.process_index == 0:
             print(f"{done[0]} has all {trainer.args.max_steps} updates: nothing is left to train")

@@ -104,6 +104,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
         self.best_score = -1.0  # of the validations, where no submission is kept
         self.validated_at = 0  # the last update that was validated (0: before training)
+        self.validate_again = False  # the checkpoint to go on from: the submission made of this run is gone
         self.rollout_logs: list[
             dict[str, float]
         ] = []  # of the rollouts since the last log line, of all ranks
@@ -187,7 +188,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         submission."""
         self.refresh()
         summaries = self.validate()
-        self.validated_at = self.state.global_step
+        self.validated_at, self.validate_again = self.state.global_step, False
         score = validation.score(summaries.values())
         logs = {
             f"eval_{name}_{k}": v
@@ -236,7 +237,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         if info:
             step, validated_at = info["step"], info["validated_at"]
         planned = args.eval_strategy != "no" and step > 0 and step % args.eval_steps == 0
-        return planned and step != validated_at
+        return self.validate_again or (planned and step != validated_at)
 
     def at_rollout_boundary(self) -> bool:
         return self.state.global_step % self.args.updates_per_rollout == 0

@@ -287,6 +287,23 @@ def test_validation_keeps_the_best_in_the_submission(folder, tmp_path, monkeypat
         assert torch.equal(parameter, masters[0][name].bfloat16()), name
 
 
+def test_a_submission_that_is_gone_comes_back(folder, tmp_path, monkeypatch):
+    """Deleted after the last update, or never written for want of room: not only the base stands there."""
+    submission = tmp_path / "submission"
+    flags = (
+        "--max_steps", 2, "--save_steps", 1, "--val_dataset", folder / "val", "--eval_strategy", "steps",
+        "--eval_steps", 1, "--submission_dir", submission,
+    )  # fmt: skip
+    give_scores(monkeypatch, 10.0, 30.0, 40.0, 10.0, 40.0)  # base, two updates; base, the second update
+    run(folder, tmp_path / "out", *flags)
+    weights = {file.name: file.read_bytes() for file in submission.glob("*.safetensors")}
+    shutil.rmtree(submission)
+    for _ in range(2):  # and then it is not validated again
+        trainer = run(folder, tmp_path / "out", *flags)
+        assert trainer.keep_best.best_score == 40.0 and read_record(submission)["step"] == 2
+        assert {file.name: file.read_bytes() for file in submission.glob("*.safetensors")} == weights
+
+
 def test_a_better_submission_is_not_replaced(folder, tmp_path, monkeypatch):
     """Several rounds: what stands there is scored on the same rows first, and is the one to beat."""
     submission = tmp_path / "submission"
