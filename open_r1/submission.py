@@ -60,12 +60,15 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
         if fault := is_valid_model(submission) or _header_fault(base, submission):
             raise ValueError(_left_alone(submission, fault))
         return True
-    with staging_folder(submission) as new:
-        _copy_companions(base, new)
-        for file in weight_files(base):
-            shutil.copyfile(base / file, new / file)
-        _load_once(new, submission)
-        install(new, submission, {"recipe": "base", "step": 0})
+    try:
+        with staging_folder(submission) as new:
+            _copy_companions(base, new)
+            for file in weight_files(base):
+                shutil.copyfile(base / file, new / file)
+            _load_once(new, submission)
+            install(new, submission, {"recipe": "base", "step": 0})
+    except OSError as error:  # a quota, say, which free space tells nothing about
+        raise ValueError(f"{submission} cannot be written ({error}); set SUBMISSION elsewhere.") from error
     return False
 
 

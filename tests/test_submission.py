@@ -1,6 +1,8 @@
 import functools
 import os
+import resource
 import shutil
+import signal
 import weakref
 from pathlib import Path
 
@@ -286,6 +288,20 @@ def test_the_base_itself_is_never_the_submission(base, tmp_path):
     for folder in (base, base / "submission", base.parent, link):
         with pytest.raises(ValueError, match="would overwrite the base model"):
             ensure_submission(base, folder)
+
+
+def test_a_quota_is_a_sentence(base, sub):
+    """Free space tells nothing about it."""
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, largest[1]))
+    try:
+        with pytest.raises(ValueError, match="cannot be written .*File too large.*set SUBMISSION elsewhere"):
+            ensure_submission(base, sub)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, largest)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not sub.exists()
 
 
 def test_room_for_two_models_is_asked_for_first(base, sub, monkeypatch):
