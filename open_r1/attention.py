@@ -36,8 +36,8 @@ def block_kinds(group_ids: Tensor, completion_ids: Tensor) -> Tensor:
     """NOTHING, PART or ALL for each pair of blocks of a row, [L / BLOCK, L / BLOCK] uint8.
 
     Counted from the row's segments (prompts and completions), each of which is seen as a whole or not at
-    all: create_block_mask looks at every pair of tokens, in a kernel that takes minutes to compile at 10,000
-    tokens.
+    all: create_block_mask looks at every pair of tokens, in a kernel that is compiled slowly, and for each
+    length (a first row of 10,240 tokens took 97 s on an H200's machine).
     """
     starts = torch.ones(group_ids.numel(), dtype=torch.bool)  # of segments, [L]
     starts[1:] = (group_ids.diff() != 0) | (completion_ids.diff() != 0)

@@ -28,10 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [..., D], the halves of D being the pairs: x cos + (-second, first) sin.
-
-    Without a concatenation, from which the compiler makes a kernel five times slower.
-    """
+    """Rotary embedding of x [..., D], the halves of D being the pairs: x cos + (-second, first) sin."""
     sign = torch.arange(2, device=x.device)[:, None] * 2 - 1  # -1 for the first half, 1 for the second
     x, cos, sin = (part.unflatten(-1, (2, -1)) for part in (x, cos, sin))  # [..., 2, D / 2]
     return (x * cos + x.flip(-2) * (sin * sign)).flatten(-2)
@@ -66,7 +63,7 @@ def vision_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, W] -> query, key, value [N, heads, D]; the rotation is in float32, as in transformers."""
     x = F.layer_norm(x, x.shape[-1:], *norm, eps)
-    # Three products: the backward pass of one would stack three gradients, in a kernel ten times slower.
+    # Three products: the backward pass of one would stack three gradients, in a kernel of 0.4 ms.
     query, key, value = (
         F.linear(x, weight, bias).unflatten(-1, (-1, cos.shape[-1]))
         for weight, bias in zip(*(part.chunk(3) for part in qkv), strict=True)

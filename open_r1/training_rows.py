@@ -96,7 +96,7 @@ def _build_row(
 
 
 def pack_groups(prompts: Sequence[Prompt], groups: Sequence[Group], device: torch.device) -> PackedRow:
-    """One packed row, on the CPU. For a GPU it is filled up to a bucket's length: few shapes are compiled."""
+    """One packed row, on the CPU. For a GPU it is filled up to whole blocks."""
     tokens = [[c.token_ids for c in group] for group in groups]
     length = None
     if device.type == "cuda":
