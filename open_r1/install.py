@@ -3,8 +3,8 @@
 Beside `<submission>` are its record, `<submission>.record.json`, written just before the step, which keeps
 that of the model it replaces (whichever stands there after a kill has its record); `.<submission>.new`, a
 model being written, deleted by the next run; and `.<submission>.swap`, somebody's model on its way to
-`<submission>.previous`, or a new one that never came in. In a folder that cannot be exchanged, UNFILLED and
-REPLACING say what is ours.
+`<submission>.previous`, or a new one that never came in. A folder that cannot be exchanged holds OLD, NEW and
+STANDING while the model in it is switched, and links.
 """
 
 import ctypes
@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .checkpoint import INDEX, SINGLE, fsync, fsync_tree, temporary, weight_files, write_atomically
+from .checkpoint import INDEX, fsync, fsync_tree, temporary, weight_files, write_atomically
 
-UNFILLED = ".unfilled"  # in a folder that held nothing, while the base is copied into it
-REPLACING = ".replacing"  # in a folder whose model is replaced in place: the names that go
+OLD, NEW = ".submission-old", ".submission-new"  # the two models, while one takes the other's place inside
+STANDING = ".submission-standing"  # a link to one of them
+PART = ".submission-part"  # a link that is being made
 FOUND = "found there"  # the recipe of a model that was not written here
 
 
@@ -38,22 +39,15 @@ def tidy(submission: Path) -> None:
     """Put right what a killed run left, beside the submission and in it."""
     for name in ("new", "previous.part"):
         shutil.rmtree(submission.with_name(f".{submission.name}.{name}"), ignore_errors=True)
-    for path in (record_path(submission), submission / REPLACING):
-        temporary(path).unlink(missing_ok=True)
+    temporary(record_path(submission)).unlink(missing_ok=True)
     swap = _swap(submission)
     if swap.exists():
         if _is_recorded(swap, submission):  # the new model, which never came in
             shutil.rmtree(swap)
         else:
             swap.rename(_free_name(submission))
-    if (submission / REPLACING).exists():
-        old, new = json.loads((submission / REPLACING).read_bytes())
-        standing = weight_files(submission) if holds_something(submission) else []
-        standing += [INDEX] if SINGLE not in standing else []
-        for name in old if _is_recorded(submission, submission) else new:
-            if name not in standing:
-                (submission / name).unlink(missing_ok=True)
-        (submission / REPLACING).unlink()
+    if submission.is_dir():
+        _settle(submission)
 
 
 def _swap(submission: Path) -> Path:
@@ -71,10 +65,7 @@ def install(new: Path, submission: Path, record: dict) -> None:
         try:
             os.rename(new, submission)  # an empty folder is replaced as well
         except OSError:  # a mount point, or hidden files in it
-            (submission / UNFILLED).touch()
-            fsync(submission)
-            _replace_in_place(new, submission, record)
-            (submission / UNFILLED).unlink()
+            _switch_inside(new, submission, record)
     else:
         standing = read_record(submission)
         ours = standing is not None and standing.get("recipe") != FOUND
@@ -87,7 +78,7 @@ def install(new: Path, submission: Path, record: dict) -> None:
             beside.rename(new)
             if not ours or not all(map(_is_left_alone, extras)):
                 _keep_copy(submission)
-            _replace_in_place(new, submission, record)
+            _switch_inside(new, submission, record)
         else:
             if beside != new:
                 beside.rename(_free_name(submission))
@@ -100,7 +91,7 @@ def _keep_copy(submission: Path) -> None:
     standing = _listing(submission)
     if any(path.exists() and _listing(path) == standing for path in _previous(submission)):
         return
-    shutil.copytree(submission, part, ignore=shutil.ignore_patterns("lost+found", REPLACING))
+    shutil.copytree(submission, part, ignore=shutil.ignore_patterns("lost+found"))
     fsync_tree(part)
     part.rename(_free_name(submission))
 
@@ -120,69 +111,87 @@ def exchange(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), "renameat2 refused", str(other))
 
 
-def _replace_in_place(new: Path, submission: Path, record: dict) -> None:
-    """Switch the model inside a folder, by a change of one name: the index's, or the single weight file's.
+def refuse_without_links(submission: Path) -> None:
+    """Raise ValueError on a file system where a model inside a folder could not be switched in one step."""
+    place = submission if submission.is_dir() else submission.parent
+    try:
+        _lead(place / STANDING, OLD)
+        (place / STANDING).unlink()
+    except OSError as error:
+        raise ValueError(
+            f"SUBMISSION {submission} lies on a file system without symbolic links ({error.strerror}), where "
+            "a kill could leave half a model; set it to a folder on another disk."
+        ) from error
 
-    Shards come under names that the standing index does not use, so that they are nobody's until the switch.
-    Companions that differ (only somebody else's can) are renamed one by one just before it. Whatever is not
-    of the new model is deleted then. After a kill, tidy does that, or deletes what has not come to stand.
+
+def _switch_inside(new: Path, submission: Path, record: dict) -> None:
+    """Switch the model inside a folder, with all files beside it, by a change of one name: STANDING's.
+
+    One after another the names in the folder become links to STANDING/name, which leads to the very same file
+    in OLD; a link that leads nowhere counts as no file. Then STANDING leads to NEW, and the links become its
+    files. Whatever is not of the new model is gone then.
     """
-    fresh = weight_files(new)
-    standing = weight_files(submission) if holds_something(submission) else []
-    names = {file: _other_name(file) if file in standing and file != SINGLE else file for file in fresh}
-    changed = [path.name for path in new.iterdir() if path.name not in fresh and path.name != INDEX]
-    changed = [name for name in changed if not _same(new / name, submission / name)]
-    switch = SINGLE if SINGLE in fresh else INDEX
-    part = {name: submission / f".{name}.part" for name in {*names.values(), *changed, switch}}
-    kept = {path.name for path in new.iterdir()} - set(fresh) | set(names.values())
-    files = [path.name for path in submission.iterdir() if path.is_file() and not _is_left_alone(path.name)]
-    parts = [path.name for path in part.values()]
-    old = [name for name in files if name not in kept] + parts
-    write_atomically(submission / REPLACING, json.dumps([old, [*parts, *names.values(), INDEX]]).encode())
-    for file, name in (*names.items(), *zip(changed, changed, strict=True)):
-        shutil.copyfile(new / file, part[name])
-    if SINGLE not in fresh:
-        part[INDEX].write_bytes(_index(new, names))
-    for path in part.values():
-        fsync(path)
-    write_record(submission, record, {name: _size_and_time(part[name]) for name in names.values()})
-    for name in sorted(names.values()):
-        if name != SINGLE:
-            os.replace(part[name], submission / name)
-    fsync(submission)
-    for name in changed:
-        os.replace(part[name], submission / name)
-    os.replace(part[switch], submission / switch)
-    fsync(submission)
-    # Where a single file stood, it was read rather than the index until now, when it goes.
-    for name in sorted(old, key=lambda name: name != SINGLE):
-        (submission / name).unlink(missing_ok=True)
-    (submission / REPLACING).unlink()
-    fsync(submission)
+    try:
+        copied = shutil.copytree(new, submission / NEW)
+        fsync_tree(copied)
+        fresh = {path.name for path in copied.iterdir()}
+        names = {path.name for path in submission.iterdir() if path.is_file()}
+        standing = {name for name in names if name in fresh or not _is_left_alone(name)}
+        (submission / OLD).mkdir()
+        for name in standing:
+            _same_file(submission / name, submission / OLD / name)
+        fsync_tree(submission / OLD)
+        _lead(submission / STANDING, OLD)
+        for name in sorted(fresh | standing):
+            _lead(submission / name, f"{STANDING}/{name}")
+        write_record(submission, record, fingerprint(copied))
+        fsync(submission)
+        _lead(submission / STANDING, NEW)
+        fsync(submission)
+    finally:
+        _settle(submission)
 
 
-def _index(new: Path, names: dict[str, str]) -> bytes:
-    """The index with other names of the shards; byte for byte the base's, where they are its own."""
-    index = (new / INDEX).read_bytes()
-    if all(file == name for file, name in names.items()):
-        return index
-    content = json.loads(index)
-    content["weight_map"] = {key: names[file] for key, file in content["weight_map"].items()}
-    return json.dumps(content, indent=2).encode()
+def _same_file(path: Path, other: Path) -> None:
+    """Let `other` be the same file."""
+    if path.is_symlink():
+        other.symlink_to(path.resolve())
+        return
+    try:
+        os.link(path, other)
+    except OSError:  # somebody else's file, or a file system without such links
+        shutil.copy2(path, other)
 
 
-def _same(one: Path, other: Path) -> bool:
-    return other.is_file() and one.read_bytes() == other.read_bytes()
+def _lead(link: Path, target: str) -> None:
+    """Let `link` lead to `target`, whatever stood there."""
+    part = link.with_name(PART)
+    part.unlink(missing_ok=True)
+    part.symlink_to(target)
+    os.replace(part, link)
 
 
-def _other_name(shard: str) -> str:
-    return shard.replace(".safetensors", ".b.safetensors")
+def _settle(submission: Path) -> None:
+    """Plain files again, of the model that STANDING leads to, in a folder where a switch was begun."""
+    standing = submission / STANDING
+    if standing.is_symlink():
+        model = submission / os.readlink(standing)
+        for path in model.iterdir():
+            os.replace(path, submission / path.name)
+        for path in submission.iterdir():
+            if path.is_symlink() and os.readlink(path).startswith(f"{STANDING}/"):
+                path.unlink()
+        fsync(submission)
+        standing.unlink()
+    (submission / PART).unlink(missing_ok=True)
+    for name in (OLD, NEW):
+        shutil.rmtree(submission / name, ignore_errors=True)
 
 
 def _extras(submission: Path, new: Path) -> set[str]:
     """What stands beside our model and is not of it: somebody's notes."""
     known = {INDEX, *weight_files(submission)}
-    known |= {name for path in new.iterdir() for name in (path.name, _other_name(path.name))}
+    known |= {path.name for path in new.iterdir()}
     return {entry.name for entry in submission.iterdir()} - known
 
 
@@ -195,10 +204,10 @@ def _free_name(submission: Path) -> Path:
 
 
 def holds_something(submission: Path) -> bool:
-    """False for a folder that is missing, empty but for hidden files and lost+found, or was never filled."""
-    if not submission.is_dir() or (submission / UNFILLED).exists():
+    """False for a folder that is missing, or empty but for hidden files, lost+found and links to nowhere."""
+    if not submission.is_dir():
         return False
-    return any(not _is_left_alone(entry.name) for entry in submission.iterdir())
+    return any(entry.exists() and not _is_left_alone(entry.name) for entry in submission.iterdir())
 
 
 def _is_left_alone(name: str) -> bool:

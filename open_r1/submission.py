@@ -32,6 +32,7 @@ from .install import (
     holds_something,
     install,
     read_record,
+    refuse_without_links,
     staging_folder,
     tidy,
     write_record,
@@ -54,6 +55,7 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
     submission.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(submission.parent, os.W_OK):
         raise ValueError(f"{submission.parent} cannot be written; set SUBMISSION to a folder elsewhere.")
+    refuse_without_links(submission)
     if fault := _shortage(base, submission, copies=1 if stands else 2):
         raise ValueError(f"{fault}; make room or set SUBMISSION to a folder on a larger disk.")
     if stands:

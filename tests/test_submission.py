@@ -361,7 +361,7 @@ def test_a_record_of_other_weights_is_no_record(base, sub):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_in_place_shards_change_names_and_back(forms, form, sub, no_exchange):
+def test_in_place_the_folder_is_the_bases_again(forms, form, sub, no_exchange):
     base = forms[form]
     sub.mkdir(parents=True)
     (sub / ".mounted").touch()
@@ -394,8 +394,18 @@ def test_in_place_over_a_model_in_other_files(forms, before, after, sub, no_exch
     (sub / "notes.txt").write_text("another")  # a note beside our own model
     write_submission(forms[after], sub, values(2).items(), {"score": 0.2})
     assert (sub.with_name("submission.previous1") / "notes.txt").read_text() == "another"
-    names = {path.name.replace(".b.safetensors", ".safetensors") for path in sub.iterdir()}
-    assert names == old.keys() | {".mounted"}
+    assert {path.name for path in sub.iterdir()} == old.keys() | {".mounted"}
+    assert not any(path.is_symlink() for path in sub.iterdir())
+
+
+def test_a_disk_without_links_is_refused_in_a_sentence(base, sub, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(ValueError, match="without symbolic links .*set it to a folder on another disk"):
+        ensure_submission(base, sub)
+    assert not sub.exists()
 
 
 # Power cuts
@@ -416,16 +426,15 @@ def test_everything_is_on_disk_before_the_switch(base, sub, in_place, monkeypatc
         exchange(one, other)
 
     def checked_replace(source, target):
-        if Path(target).name == INDEX:
-            shards = {f".model-0000{n}-of-00002.b.safetensors.part" for n in (1, 2)} | {f".{INDEX}.part"}
-            assert shards < set(synced) and synced[-1] == "submission"
-            switched.append("index")
+        if Path(target).name == install.STANDING and os.readlink(source) == install.NEW:
+            assert names | {install.NEW, install.OLD} <= set(synced) and synced[-1] == "submission"
+            switched.append("standing")
         replace(source, target)
 
     monkeypatch.setattr(install, "exchange", checked_exchange)
     monkeypatch.setattr(os, "replace", checked_replace)
     write_submission(base, sub, values(2).items(), {})
-    assert switched == (["exchange", "index"] if in_place else ["exchange"])
+    assert switched == (["exchange", "standing"] if in_place else ["exchange"])
     assert synced[-1] == "out"
 
 
