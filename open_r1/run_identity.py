@@ -24,7 +24,7 @@ from .data import CountingData
 from .lock import lock
 from .validation import pick_rows
 
-FILE = "run.json"
+FILE, LOGS = "run.json", "logs.jsonl"
 PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 # Flags of ours that do not decide the result. Data and model count by content, not by name.
 NOT_DEFINING = {
@@ -216,9 +216,10 @@ def judge(
     """
     source = done[0].parent if done else out
     then = read(source)
-    ways = "set another OUT"
     if done:
-        ways += f", or --accept_changes true to go on from {done[0]} all the same"
+        ways = f"set another OUT, or --accept_changes true to go on from {done[0]} all the same"
+    else:
+        ways = "set another OUT, or --accept_changes true to begin anew in this one"
     if then is None:
         if strangers(out) and not accept_changes:
             raise ValueError(
@@ -227,13 +228,15 @@ def judge(
             )
         return new_run(now), [f"goes on from {done[0]}" if done else f"a new run in {out}"]
     changed = differences(then, now)
+    begun = done is not None or (out / LOGS).exists()
+    if changed and begun and not accept_changes:
+        listed = "\n".join(f"  {line}" for line in changed)
+        left = "" if done else f", which left {LOGS} and no checkpoint"
+        raise ValueError(f"{source} is of another run{left}:\n{listed}\n{ways}")
     if done is None:
         if changed:
             return new_run(now), [f"a new run in {out}; one that left no checkpoint there had other settings"]
         return then | now, [f"anew: {out} has no checkpoint of this run yet"]
-    if changed and not accept_changes:
-        listed = "\n".join(f"  {line}" for line in changed)
-        raise ValueError(f"{source} is of another run:\n{listed}\n{ways}")
     identity = (then if source == out else new_run({})) | now
     if changed:
         identity["changes"] = then.get("changes", []) + [{"step": done[1]["step"], "changed": changed}]

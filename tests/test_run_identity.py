@@ -112,13 +112,23 @@ def test_accepted_changes_are_written_down_and_trained_with(folder, begun, tmp_p
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_without_a_checkpoint_nothing_is_lost_and_a_new_run_begins(folder, begun, tmp_path):  # noqa: F811
+def test_another_runs_logs_are_refused_without_a_checkpoint_too(folder, begun, tmp_path):  # noqa: F811
     out = shutil.copytree(begun, tmp_path / "out")
     shutil.rmtree(out / "checkpoint-2")
-    run(folder, out, "--max_steps", 1, "--save_strategy", "no", "--learning_rate", 1)
+    ways = "--learning_rate 0.001 -> 1.0\nset another OUT, or --accept_changes true to begin anew in this one"
+    with pytest.raises(ValueError, match=ways) as refusal:
+        judged(folder, out, "--learning_rate", 1)
+    assert f"{out} is of another run, which left logs.jsonl and no checkpoint" in str(refusal.value)
+    same, lines = judged(folder, out, "--max_steps", 40)  # stopped early, and begun again
+    assert same["run"] == json.loads((begun / "run.json").read_text())["run"] and "anew" in lines[0]
+    run(folder, out, "--max_steps", 1, "--save_strategy", "no", "--learning_rate", 1,
+        "--val_dataset", folder / "val", "--accept_changes", "true")  # fmt: skip
     old, new = (json.loads((root / "run.json").read_text()) for root in (begun, out))
     assert old["run"] != new["run"]
     assert (out / "logs.1.jsonl").read_bytes() == (begun / "logs.jsonl").read_bytes()
+    for log in out.glob("logs*"):  # before its first update a run leaves nothing to mix with
+        log.unlink()
+    assert "a new run" in judged(folder, out, "--learning_rate", 2)[1][0]
 
 
 @pytest.mark.parametrize("name", ["checkpoint-7/optimizer.pt", "config.json"])
