@@ -96,7 +96,7 @@ class RecipeArguments:
     )
     accept_changes: bool = field(
         default=False,
-        metadata={"help": "Go on in OUT, anew without a checkpoint, with flags, rows or rewards that are new."},
+        metadata={"help": "Go on in OUT (anew without a checkpoint) with new flags, rows or rewards."},
     )
     dry_run: bool = field(
         default=False, metadata={"help": "Make every check, print the derived numbers, train nothing."}
