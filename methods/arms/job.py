@@ -1,0 +1,192 @@
+"""One arm with one seed: trains in JOB, measures what came out, deletes the weights. run.py starts it.
+
+python methods/arms/job.py JOB        JOB/job.json says what; JOB/result.json is written last
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+from methods.arms.plan import BASE, DATA
+
+SETS = ("test_val", "test_B", "test_ood")
+PROBE = 40  # steps that tell the speed of SFT
+
+
+# --- training
+
+
+def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
+    """The models that come out of it, by name: what is submitted, and the last policy where it is another."""
+    run = job / "run"
+    if todo["kind"] == "base":
+        return {"submission": BASE}
+    if todo["kind"] == "sft":
+        continue_sft(job, todo, run)
+        return {"submission": run}
+    subprocess.run([sys.executable, ROOT / "open_r1/grpo.py", *todo["command"]], check=True)
+    models = {"submission": run / "submission"}
+    if submitted_step(run) != todo["max_steps"]:
+        models["last"] = run / f"checkpoint-{todo['max_steps']}"
+    return models
+
+
+def submitted_step(run: Path) -> int:
+    """The update whose policy was submitted; 0 for the base."""
+    from open_r1.submission import read_record
+
+    return read_record(run / "submission").get("step", 0)
+
+
+def baseline(run: Path) -> float:
+    """The base's score on the validation rows."""
+    from open_r1.submission import read_record
+
+    return read_record(run / "submission")["baseline"]
+
+
+def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
+    """SFT of the base for as long as the reference's updates took, its validations left out."""
+    from methods.demo.measure import continue_sft
+
+    other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
+    seconds = json.loads(other.read_text())["seconds"]["updates"]
+    speed = PROBE / continue_sft("completion", PROBE, run, todo["seed"])
+    steps = round(seconds * speed)
+    took = continue_sft("completion", steps, run, todo["seed"])
+    (run / "sft.json").write_text(json.dumps({"steps": steps, "updates": took, "budget": seconds}))
+
+
+# --- what a run wrote
+
+
+def history(run: Path, max_steps: int) -> dict[str, Any]:
+    """Of OUT/logs.jsonl: the validation curve, what was logged last, and the seconds."""
+    if (run / "sft.json").exists():
+        sft = json.loads((run / "sft.json").read_text())
+        return {"seconds": {"updates": sft["updates"]}, "steps": sft["steps"]}
+    if not (run / "logs.jsonl").exists():
+        return {"seconds": {}}
+    lines = [json.loads(line) for line in (run / "logs.jsonl").open()]
+    updates = [line for line in lines if "reward" in line]
+    steps = [line["time/step_s"] for line in updates]
+    curve = [
+        {"step": line["step"]}
+        | {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
+        for line in lines
+        if "eval_score" in line
+    ]
+    return {
+        "seconds": {
+            "updates": max_steps * sum(steps) / len(steps),
+            "train": next(line["train_runtime"] for line in lines if "train_runtime" in line),
+        },
+        "curve": [{"step": 0, "score": baseline(run)}, *curve],
+        "log": [{"step": line["step"], **{k: line[k] for k in LOGGED if k in line}} for line in updates],
+    }
+
+
+LOGGED = (
+    "reward", "reward_std", "zero_variance", "completions/mean_length", "completions/parsed",
+    "completions/truncated", "completions/correct", "completions/entropy", "grad_norm", "time/step_s",
+)  # fmt: skip
+
+
+# --- measuring
+
+
+def measure(job: Path, todo: dict[str, Any], models: dict[str, Path]) -> dict[str, Any]:
+    import selfcheck
+
+    measured = {}
+    for name, folder in models.items():
+        out = job / f"{name}_check"
+        args = argparse.Namespace(
+            model=str(folder), limit=todo["test_limit"], engine="fast", out=str(out), batch_size=250,
+            dtype="auto", dataloader_num_workers=0,
+        )  # fmt: skip
+        selfcheck.answer(0, 1, args, {name: str(DATA / name) for name in SETS})
+        measured[name] = read_check(out)
+    return {"models": measured, "readouts": read_out(job, todo, list(models.values())[-1], list(models)[-1])}
+
+
+def read_check(folder: Path) -> dict[str, Any]:
+    """A string of 0 and 1 for the rows of each set, and the summary's plain numbers."""
+    from open_r1.keep_best import numbers_of
+
+    summaries = json.loads((folder / "selfcheck.json").read_text())
+    rows = {
+        name: "".join(str(int(json.loads(line)["correct"])) for line in (folder / f"{name}.jsonl").open())
+        for name in SETS
+    }
+    return {"rows": rows, "numbers": {name: numbers_of(summaries[name]) for name in SETS}}
+
+
+def read_out(job: Path, todo: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """The readouts, of the last policy."""
+    import torch
+
+    from methods.arms import binding, readouts
+    from open_r1.checkpoint import load_policy
+    from open_r1.data import PromptEncoder, load_rows
+    from open_r1.processor import load_processor
+    from open_r1.rollout import FastEngine
+    from open_r1.scoring import add_scoring_forward
+    from open_r1.validation import pick_rows
+
+    processor, policy = load_processor(BASE), load_policy(folder, torch.float32)
+    engine = FastEngine(policy, processor)
+    encoder = PromptEncoder(processor, policy.config, prompt_mix=0, keep_images=False, seed=0)
+    val = load_rows(str(DATA / "test_val"))
+    few = todo["readout_rows"]
+    prompts = [encoder.encode(val, row) for row in pick_rows(len(val), few // 2)]
+    score_base = add_scoring_forward(load_policy(BASE, torch.float32)).eval()
+    found = {
+        "kl": readouts.kl_to_base(engine, score_base, prompts, completions=4, new_tokens=48),
+        "image": readouts.image_gap(engine, encoder, val, pick_rows(len(val), few), batch_size=250),
+        "printed": binding.probe(engine, processor, policy.config, figures=few // 4, seed=0, new_tokens=48),
+    }
+    for short in ("test_val", "test_ood"):
+        data = load_rows(str(DATA / short))
+        lines = [json.loads(line) for line in (job / f"{name}_check/{short}.jsonl").open()]
+        shown = [data.columns(line["row"])["completion"] for line in lines]
+        found[f"numbering {short}"] = readouts.numbering([line["text"] for line in lines], shown)
+    return found
+
+
+# --- the job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("job", type=Path, help="folder with job.json")
+    job = parser.parse_args().job.resolve()
+    todo = json.loads((job / "job.json").read_text())
+    start, run = time.time(), job / "run"
+    models = train(job, todo)
+    trained = time.time()
+    result = todo | history(run, todo["max_steps"]) | measure(job, todo, models)
+    if (run / "run.json").exists():
+        result["identity"] = json.loads((run / "run.json").read_text())
+        result["submitted_step"] = submitted_step(run)
+    result["seconds"] |= {"all": time.time() - start, "measuring": time.time() - trained}
+    part = job / "result.json.part"
+    part.write_text(json.dumps(result))
+    part.rename(job / "result.json")
+    for folder in (*run.glob("checkpoint-*"), run / "submission"):  # what is large, and measured by now
+        shutil.rmtree(folder, ignore_errors=True)
+    if todo["kind"] == "sft":
+        shutil.rmtree(run)
+    (run / "rollouts.jsonl").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Sets of arms: the flags of each, and the rule that arms of a set differ in the named flags only.
+
+A set is a YAML or JSON file (methods/arms/sets/NAME.yaml):
+
+    reference: main                       the arm that the others are compared with
+    may_differ: [token_weights]           every flag in which an arm may differ from it
+    arms:
+      main: {what: the counting recipe}
+      prpo: {what: PRPO, flags: {token_weights: prpo}}
+
+The flags of an arm come after those of methods/demo/train.sh and the ones that all arms share. `kind: sft` is
+no arm of GRPO: the reference's base imitates written-out counting for as long as the reference trained.
+"""
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "methods/demo"
+BASE, DATA = DEMO / "base", DEMO / "runs/data"
+SETS = Path(__file__).resolve().parent / "sets"
+KINDS = ("grpo", "sft")
+
+
+class Refused(Exception):
+    """One sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    what: str = ""  # in words, for the table
+    kind: str = "grpo"
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArmSet:
+    name: str
+    reference: str
+    may_differ: frozenset[str]
+    arms: dict[str, Arm]
+
+
+def load_set(name: str) -> ArmSet:
+    """The set of a file, or of that name in methods/arms/sets. Raises Refused for what is no such set, and
+    for
+    an arm that sets a flag outside may_differ."""
+    path = Path(name) if Path(name).suffix in (".yaml", ".json") else SETS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in SETS.glob("*.yaml")))
+        raise Refused(f"--arms {name}: there is no {path}; give a .yaml or .json file, or one of {known}")
+    given = yaml.safe_load(path.read_text())  # JSON is YAML
+    try:
+        arms = {key: Arm(key, **(value or {})) for key, value in given["arms"].items()}
+        made = ArmSet(path.stem, given["reference"], frozenset(given["may_differ"]), arms)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Refused(f"{path} is no set of arms ({type(error).__name__}: {error})") from error
+    if made.reference not in arms:
+        raise Refused(f"{path}: reference {made.reference} is none of its arms")
+    for arm in arms.values():
+        if arm.kind not in KINDS:
+            raise Refused(f"{path}: arm {arm.name} is of kind {arm.kind}; set one of {', '.join(KINDS)}")
+        if others := set(arm.flags) - made.may_differ:
+            raise Refused(
+                f"{path}: arm {arm.name} sets --{sorted(others)[0]}, which is not in may_differ: arms would "
+                "differ in more than what is compared"
+            )
+    return made
+
+
+# --- flags
+
+
+def recipe(script: Path, **variables: str) -> list[str]:
+    """The words of the script's `recipe=( … )`, as bash makes them of it. The variables that it names must be
+    given."""
+    read = 'eval "$(sed -n "/^recipe=(/,/^)/p" "$1")"; printf "%s\\0" "${recipe[@]}"'
+    command = ["bash", "-euc", read, "recipe", str(script)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode:
+        raise Refused(f"the flags of {script} cannot be read: {done.stderr.strip()}")
+    return done.stdout.split("\0")[:-1]
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    """{"beta": 0.04} -> ["--beta", "0.04"]; a list is several values."""
+    made = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        made += [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
+    return made
+
+
+def command_line(arm: Arm, seed: int, shared: dict[str, Any], out: Path) -> list[str]:
+    """The flags of grpo.py: those of train.sh on the CPU, those of the demo, `shared`, the arm's own."""
+    places = {
+        "MODEL": BASE, "DATA": DATA / "train", "VAL": DATA / "val", "OOD_VAL": DATA / "ood",
+        "OUT": out, "SUBMISSION": out / "submission",
+        "prompts_per_row": 4, "accumulation": 4, "max_steps": 400,
+    }  # fmt: skip
+    variables = {name: str(value) for name, value in places.items()}
+    main, demo = recipe(ROOT / "train.sh", **variables), recipe(DEMO / "train.sh", **variables)
+    cpu = ["--use_cpu", "true", "--bf16", "false"]
+    return [*main, *cpu, *demo, *words(shared), *words(arm.flags), "--seed", str(seed)]
+
+
+def parsed(line: list[str]) -> dict[str, Any]:
+    """The flags that decide a run's result, as OUT/run.json records them. Raises Refused."""
+    from trl import ModelConfig
+
+    from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+    from open_r1.flag_parser import FlagParser
+    from open_r1.run_identity import defining_flags
+
+    try:
+        recipe_args, args, model = FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse(line)
+        check_args(recipe_args, args, model)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return defining_flags(recipe_args, args)
+
+
+def difference(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, list]:
+    """{flag: [value in the reference, value in the other]} of the flags that differ."""
+    return {
+        name: [reference.get(name), other.get(name)]
+        for name in sorted(reference.keys() | other.keys())
+        if reference.get(name) != other.get(name)
+    }
+
+
+def check_flags(arms: ArmSet, shared: dict[str, Any]) -> None:
+    """Raises Refused for an arm whose flags are not those of the reference and its own."""
+    lines = {
+        arm.name: command_line(arm, 0, shared, Path("out"))
+        for arm in arms.arms.values()
+        if arm.kind == "grpo"
+    }
+    flags = {}
+    for name, line in lines.items():
+        try:
+            flags[name] = parsed(line)
+        except Refused as refused:
+            raise Refused(f"arm {name} of {arms.name}: {refused}") from refused
+    for name in flags:
+        refuse_others(name, difference(flags[arms.reference], flags[name]), arms)
+
+
+def refuse_others(name: str, differing: dict[str, list], arms: ArmSet) -> None:
+    for flag in sorted(set(differing) - arms.may_differ):
+        before, after = differing[flag]
+        raise Refused(
+            f"arm {name} of {arms.name} has --{flag} {after} where {arms.reference} has {before}, and "
+            f"may_differ does not name it"
+        )
+
+
+def refuse_other_material(name: str, reference: dict, identity: dict, arms: ArmSet) -> None:
+    """`identity` is a run's OUT/run.json. Raises Refused unless it started from the reference's weights, on
+    the reference's rows, and differs from it in named flags only."""
+    for part in ("model", "data"):
+        if _contents(identity[part]) != _contents(reference[part]):
+            raise Refused(f"arm {name} of {arms.name} had another {part} than {arms.reference}")
+    refuse_others(name, difference(reference["flags"], identity["flags"]), arms)
+
+
+def _contents(part: dict) -> Any:
+    """Without paths."""
+    if "content" in part:
+        return part["content"]
+    return {name: (one["rows"], one["content"]) for name, one in part.items()}

@@ -1,0 +1,251 @@
+"""Writes docs/evidence.md and its plots from what run.py measured.
+
+python methods/arms/report.py                            from docs/evidence/*.json
+python methods/arms/report.py RESULTS.json… --out DIR    DIR/evidence.md and DIR/evidence/*.png
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import numpy as np
+
+from methods.arms import plan, plots
+from methods.arms.paired import Comparison, compare
+
+DOCS = ROOT / "docs"
+SETS = {"test_val": "val", "test_B": "B", "test_ood": "OOD"}
+
+INTRODUCTION = """# Evidence
+
+What each arm and each ingredient does to the demo's model: 1.4 million parameters, drawn pictures, {steps}
+updates. Every arm starts from the same base, sees the same rows in the same order, and differs in the named
+flags only (`methods/arms/run.py` refuses others). These figures tell which effects the code has; they say
+nothing about the size of such effects on Qwen2-VL-2B.
+
+Accuracy in percent, greedy, on 500 rows of each set that nothing was chosen by. `submitted` is the policy
+that validation chose, `last` the one after the last update. The effect is the arm minus its reference, the
+mean over the three sets: first with a 95 % interval for another seed (Student's t over the seeds'
+differences), then one for these very models (paired bootstrap over rows, a row with the answers of all
+seeds). p is McNemar's exact test (mid-p) with rows x seeds as independent, so it too is about these models.
+A difference counts as shown where the interval for another seed leaves out 0. `in train.sh` says whether
+the recipe has the arm's flags.
+"""
+
+READOUTS = """The readouts are of the last policy. KL to the base: k3, nats a token, on its own samples;
+`far` is the share of tokens whose log ratio is beyond 1. `image gap`: accuracy with the image minus
+accuracy with an evenly gray one. `labels`: of the numerals in written-out counting, those that stand at an
+object asked for; `bound`: of the rows with the right count, those whose numerals label exactly the objects.
+`printed`: right answers to "Which number labels the red cube?" on drawn figures, which this model was never
+taught; chance is {chance:.0f} %."""
+
+
+# --- reading
+
+
+def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The results of several runs as one; of an arm with a seed that is in two, the later counts."""
+    steps = {file["max_steps"] for file in files}
+    if len(steps) > 1:
+        raise SystemExit(f"report.py: runs of {sorted(steps)} updates cannot stand in one table")
+    sets: dict[str, dict] = {}
+    for file in files:
+        for one in file["sets"]:
+            known = sets.setdefault(one["name"], one | {"arms": {}})
+            known["arms"] |= one["arms"]
+    results = {(r["arm"], r["seed"]): r for file in files for r in file["results"]}
+    return {"sets": list(sets.values()), "results": results, "max_steps": steps.pop(), "files": files}
+
+
+def correct(results: dict, arm: str, seeds: list[int], model: str) -> dict[str, np.ndarray]:
+    """{test set: [seeds, rows]} of 0 and 1. Where the submitted policy is the last one, it stands for
+    both."""
+
+    def bits(seed: int, name: str) -> list[int]:
+        models = results[arm, seed]["models"]
+        return [int(bit) for bit in models.get(model, models["submission"])["rows"][name]]
+
+    return {name: np.array([bits(seed, name) for seed in seeds]) for name in SETS}
+
+
+def seeds_of(results: dict, arm: str) -> list[int]:
+    return sorted(seed for name, seed in results if name == arm)
+
+
+def against(results: dict, arm: str, reference: str) -> Comparison | None:
+    seeds = sorted(set(seeds_of(results, arm)) & set(seeds_of(results, reference)))
+    if not seeds or arm == reference:
+        return None
+    return compare(
+        correct(results, arm, seeds, "submission"), correct(results, reference, seeds, "submission")
+    )  # fmt: skip
+
+
+# --- tables
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(header)}", *lines[1:]])
+
+
+def span(interval: tuple[float, float] | None) -> str:
+    return "one seed" if interval is None else f"{interval[0]:+.1f} to {interval[1]:+.1f}"
+
+
+def effects(one: dict, results: dict) -> str:
+    """A line for each arm of a set: accuracies of what is submitted, and the effect."""
+    header = [
+        "arm",
+        "seeds",
+        *SETS.values(),
+        "submitted",
+        "last",
+        "effect",
+        "another seed",
+        "these models",
+        "p",
+    ]
+    header += ["", "in train.sh"]
+    rows = []
+    for arm in ["base", *one["arms"]]:
+        seeds = seeds_of(results, arm)
+        if not seeds:
+            rows.append([arm, "0", *["–"] * (len(header) - 2)])
+            continue
+        sets = [100 * bits.mean() for bits in correct(results, arm, seeds, "submission").values()]
+        last = [100 * bits.mean() for bits in correct(results, arm, seeds, "last").values()]
+        cells = [arm, str(len(seeds)), *(f"{value:.1f}" for value in (*sets, np.mean(sets), np.mean(last)))]
+        if found := against(results, arm, one["reference"]):
+            p = f"{found.p:.3f}" if found.p >= 0.0005 else "<0.001"
+            cells += [f"{found.effect:+.1f}", span(found.seeds), span(found.rows), p, found.verdict]
+        else:
+            cells += ["reference" if arm == one["reference"] else "", "", "", "", ""]
+        rows.append([*cells, in_recipe(one["arms"].get(arm, {}))])
+    return table(header, rows)
+
+
+def in_recipe(arm: dict) -> str:
+    """Whether train.sh sets what the arm sets."""
+    flags = arm.get("flags")
+    if not flags:
+        return ""
+    names = ("MODEL", "DATA", "VAL", "OOD_VAL", "OUT", "SUBMISSION")
+    numbers = {"prompts_per_row": "1", "accumulation": "16", "max_steps": "600"}
+    line = " ".join(plan.recipe(ROOT / "train.sh", **dict.fromkeys(names, "x"), **numbers))
+    return (
+        "yes" if all(" ".join(plan.words({name: value})) in line for name, value in flags.items()) else "no"
+    )
+
+
+# What the readouts table shows: (column, where it stands in a result, digits)
+COLUMNS = [
+    ("KL", ("kl", "k3"), 3), ("far, %", ("kl", "far"), 1), ("image gap", ("image", "gap"), 1),
+    ("labels val", ("numbering test_val", "labels_right"), 1),
+    ("labels OOD", ("numbering test_ood", "labels_right"), 1),
+    ("bound val", ("numbering test_val", "bound_of_correct"), 1),
+    ("printed", ("printed", "right"), 1), ("both", ("printed", "both"), 1),
+]  # fmt: skip
+
+
+def readouts(one: dict, results: dict) -> str:
+    """A line for each arm: means over seeds, and where they range."""
+    rows = []
+    for arm in ["base", *one["arms"]]:
+        found = [results[arm, seed] for seed in seeds_of(results, arm)]
+        if not found:
+            continue
+        cells = []
+        for name, (part, key), digits in COLUMNS:
+            values = [r["readouts"][part][key] for r in found if r["readouts"][part][key] is not None]
+            values = [100 * value for value in values] if name == "far, %" else values
+            cells.append(ranged(values, digits))
+        of_val = [last_numbers(r)["test_val"] for r in found]
+        cells += [ranged([n[key] for n in of_val], 1) for key in ("parsed_pct", "mean_tokens")]
+        rows.append([arm, *cells])
+    return table(["arm", *(name for name, _, _ in COLUMNS), "parsed val", "tokens val"], rows)
+
+
+def last_numbers(result: dict) -> dict[str, dict]:
+    return result["models"].get("last", result["models"]["submission"])["numbers"]
+
+
+def ranged(values: list[float], digits: int) -> str:
+    if not values:
+        return "–"
+    mean, low, high = (f"{value:.{digits}f}" for value in (np.mean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def cost(one: dict, results: dict) -> str:
+    """Seconds of an update against the reference's, seed by seed on the same machine."""
+    lines = []
+    for arm in one["arms"]:
+        seeds = sorted(set(seeds_of(results, arm)) & set(seeds_of(results, one["reference"])))
+        if arm == one["reference"] or not seeds or "updates" not in results[arm, seeds[0]]["seconds"]:
+            continue
+        ratios = [
+            results[arm, seed]["seconds"]["updates"] / results[one["reference"], seed]["seconds"]["updates"]
+            for seed in seeds
+        ]
+        lines.append(f"{arm} {np.mean(ratios):.2f}")
+    return f"Seconds of training as a multiple of {one['reference']}'s: {', '.join(lines)}." if lines else ""
+
+
+# --- the page
+
+
+def page(data: dict[str, Any], pictures: Path) -> str:
+    results = data["results"]
+    parts = [INTRODUCTION.format(steps=data["max_steps"])]
+    chance = [r["readouts"]["printed"]["chance"] for r in results.values()]
+    for number, one in enumerate(data["sets"]):
+        title = one["name"].replace("_", " ").capitalize()
+        what = [f"- `{name}`: {arm['what']}" + flags_shown(arm["flags"]) for name, arm in one["arms"].items()]
+        parts += [f"## {title}", "\n".join(what), effects(one, results)]
+        drawn = plots.draw_set(
+            one, results, {a: against(results, a, one["reference"]) for a in one["arms"]}, pictures
+        )
+        parts += [f"![{title}: {about}]({pictures.name}/{file.name})" for about, file in drawn]
+        if number == 0:
+            parts.append(READOUTS.format(chance=np.mean(chance)))
+        parts += [readouts(one, results), cost(one, results)]
+    parts.append(f"## How it was made\n\n{provenance(data['files'])}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def flags_shown(flags: dict[str, Any]) -> str:
+    return f" (`{' '.join(plan.words(flags))}`)" if flags else ""
+
+
+def provenance(files: list[dict]) -> str:
+    lines = []
+    for file in files:
+        lines.append(f"- Commit {file['commit']}, {file['date']}, {file['machine']}: `{file['command']}`")
+        left_out = [f"not run: {name}" for name in file["missing"]]
+        left_out += [f"refused: {why}" for why in file["refused"].values()]
+        lines += [f"  - {line}" for line in left_out]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="*", help="what run.py wrote (docs/evidence/*.json)")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder that receives evidence.md")
+    args = parser.parse_args()
+    paths = args.results or sorted((DOCS / "evidence").glob("*.json"))
+    if not paths:
+        sys.exit("report.py: there are no results in docs/evidence; name run.py's results.json")
+    pictures = args.out / "evidence"
+    pictures.mkdir(parents=True, exist_ok=True)
+    text = page(merge([json.loads(path.read_text()) for path in paths]), pictures)
+    (args.out / "evidence.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

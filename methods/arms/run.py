@@ -1,0 +1,284 @@
+"""Runs arms that differ in the named flags only, side by side, and compares what they learned.
+
+    python methods/arms/run.py --arms objectives --jobs 2 --out methods/demo/runs/arms --machine "2 CPU cores"
+
+Each arm starts from the demo's base, on the demo's rows in the same order, once for each seed. A job is a
+process of one thread. Finished jobs are not run again: the same command goes on where it was stopped. A job
+that fails is shown, and the others go on. OUT/results.json is written anew after each; report.py makes the
+tables and plots of it.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+from methods.arms import plan
+from methods.arms.plan import ArmSet, Refused
+
+POLL = 0.5  # seconds between two looks at the processes
+GRACE = 10.0  # seconds of the wall-clock limit that stay for the end
+LAST_LINES = 5  # of a failed job's log
+
+
+@dataclass
+class Job:
+    folder: Path
+    todo: dict[str, Any]
+    process: subprocess.Popen | None = None
+    started: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.todo['arm']}, seed {self.todo['seed']}"
+
+    def result(self) -> dict[str, Any] | None:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+# --- what is to be run
+
+
+def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
+    """The base, then every arm with every seed: what stands first in the sets is run first, seed after seed
+    of
+    an arm. An arm of several sets is run once."""
+    shared = shared_flags(args)
+    about = {
+        "max_steps": args.max_steps, "test_limit": args.test_limit, "readout_rows": args.readout_rows
+    }  # fmt: skip
+    jobs = [Job(args.out / "base/seed_0", {"arm": "base", "kind": "base", "seed": 0} | about)]
+    known: dict[str, plan.Arm] = {}
+    for arms in sets:
+        for arm in arms.arms.values():
+            if known.setdefault(arm.name, arm) != arm:
+                raise Refused(f"arm {arm.name} of {arms.name} is not what another set means by it; rename it")
+    for arm in known.values():
+        reference = next(arms.reference for arms in sets if arm.name in arms.arms)
+        for seed in args.seeds:
+            folder = args.out / arm.name / f"seed_{seed}"
+            todo = {"arm": arm.name, "kind": arm.kind, "seed": seed} | about
+            if arm.kind == "sft":
+                todo["as_long_as"] = reference
+            else:
+                todo["command"] = plan.command_line(arm, seed, shared, folder / "run")
+            jobs.append(Job(folder, todo))
+    return jobs
+
+
+def shared_flags(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_steps": args.max_steps, "eval_steps": args.eval_steps, "eval_limit": args.eval_limit,
+        "save_steps": args.max_steps,  # the last policy, to be measured
+        "per_device_eval_batch_size": args.eval_limit, "patience": args.max_steps,
+    }  # fmt: skip
+
+
+def claim(job: Job) -> None:
+    """Writes job.json. Refused where the folder holds a job with other settings."""
+    path = job.folder / "job.json"
+    text = json.dumps(job.todo, indent=1)
+    if path.exists() and path.read_text() != text:
+        raise Refused(f"{job.folder} is of a job with other settings; set another --out")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+# --- running them
+
+
+def run_jobs(jobs: list[Job], args: argparse.Namespace, finished) -> None:
+    """At most args.jobs at a time, none that would not end before args.wall seconds are over: what the
+    longest
+    job up to then took is what a job takes, args.job_seconds at first. `finished` is called after each."""
+    begin, longest = time.monotonic(), args.job_seconds
+    end = begin + args.wall - GRACE if args.wall else float("inf")
+    waiting, running = list(jobs), []
+    took_one = False
+    while waiting or running:
+        now = time.monotonic()
+        for job in [job for job in running if job.process.poll() is not None or now > end]:
+            running.remove(job)
+            took = now - job.started
+            if end_of(job, took, now > end):
+                longest = max(longest if took_one else 0.0, 1.05 * took)
+                took_one = True
+            finished()
+        while len(running) < args.jobs and (job := next_job(waiting)) and now + longest < end:
+            waiting.remove(job)
+            start(job)
+            running.append(job)
+        if waiting and not running:
+            why = (
+                "their reference failed" if now + longest < end else f"--wall {args.wall:.0f} leaves no time"
+            )
+            print(f"not run: {'; '.join(job.name for job in waiting)} ({why})", flush=True)
+            return
+        time.sleep(POLL)
+
+
+def next_job(waiting: list[Job]) -> Job | None:
+    """The first that can start: the control needs to know how long its reference trained."""
+    for job in waiting:
+        reference = job.todo.get("as_long_as")
+        if not reference or (job.folder.parents[1] / reference / job.folder.name / "result.json").exists():
+            return job
+    return None
+
+
+def start(job: Job) -> None:
+    command = [sys.executable, Path(__file__).with_name("job.py"), job.folder]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    print(f"start  {job.name}", flush=True)
+    job.started = time.monotonic()
+    with (job.folder / "log.txt").open("w") as log:
+        job.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            start_new_session=True,  # with all it starts it can be ended
+        )  # fmt: skip
+
+
+def end_of(job: Job, took: float, out_of_time: bool) -> bool:
+    """Says how it ended; whether it ended well."""
+    if job.process.poll() is None and out_of_time:
+        os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+        print(f"cut    {job.name}: --wall is over; the same command runs it again", flush=True)
+        return False
+    if job.process.returncode == 0:
+        print(f"done   {job.name} in {took:.0f} s", flush=True)
+        return True
+    lines = (
+        (job.folder / "log.txt").read_text(errors="replace").replace("\r", "\n").splitlines()[-LAST_LINES:]
+    )
+    print(f"FAILED {job.name} (exit code {job.process.returncode}, {job.folder / 'log.txt'}):", flush=True)
+    print("\n".join(f"       {line}" for line in lines), flush=True)
+    return False
+
+
+# --- what came out
+
+
+def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> dict[str, Any]:
+    """What report.py reads. An arm whose recorded flags, base or rows are not the reference's is left out,
+    and
+    named in `refused`."""
+    results = {(job.todo["arm"], job.todo["seed"]): done for job in jobs if (done := job.result())}
+    refused = {}
+    for arms in sets:
+        for (name, seed), done in results.items():
+            reference = results.get((arms.reference, seed), {}).get("identity")
+            if name in arms.arms and reference and "identity" in done:
+                try:
+                    plan.refuse_other_material(name, reference, done["identity"], arms)
+                except Refused as fault:
+                    refused[f"{name}, seed {seed}"] = str(fault)
+    kept = [slim(done) for (name, seed), done in results.items() if f"{name}, seed {seed}" not in refused]
+    return {
+        "commit": commit(), "date": datetime.date.today().isoformat(), "machine": args.machine,
+        "command": f"python methods/arms/run.py {shlex.join(shown_arguments())}",
+        "sets": [
+            {
+                "name": arms.name, "reference": arms.reference, "may_differ": sorted(arms.may_differ),
+                "arms": {arm.name: {"what": arm.what, "flags": arm.flags} for arm in arms.arms.values()},
+            }
+            for arms in sets
+        ],
+        "max_steps": args.max_steps, "missing": [job.name for job in jobs if not job.result()],
+        "refused": refused, "results": kept,
+    }  # fmt: skip
+
+
+def slim(done: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in done.items() if key not in ("identity", "command")}
+
+
+def shown_arguments() -> list[str]:
+    """The arguments, with paths below the project as they are given and others by their last part."""
+    return [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def write_results(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> dict[str, Any]:
+    collected = collect(sets, jobs, args)
+    part = args.out / "results.json.part"
+    part.write_text(json.dumps(collected) + "\n")
+    part.rename(args.out / "results.json")
+    return collected
+
+
+def draw_data() -> None:
+    if not plan.DATA.exists():
+        part = plan.DATA.with_name("data.part")
+        command = [sys.executable, plan.DEMO / "draw.py", "--out", part]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment)
+        part.rename(plan.DATA)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--arms", nargs="+", required=True, help="sets of arms: names in methods/arms/sets, or files")
+    add("--only", nargs="+", help="of these, the arms to run (default: all)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--jobs", type=int, default=os.cpu_count(), help="processes at a time, each of one thread")
+    add("--max_steps", type=int, default=120, help="updates of an arm")
+    add("--eval_steps", type=int, default=20, help="updates between two validations")
+    add("--eval_limit", type=int, default=100, help="validation rows of each set while training")
+    add("--test_limit", type=int, help="rows of each test set (default: all 500)")
+    add("--readout_rows", type=int, default=200, help="rows of test_val that the readouts use")
+    add("--wall", type=float, help="seconds within which everything has ended")
+    add("--job_seconds", type=float, default=150, help="what a job takes, until one has shown it")
+    add("--machine", default="unknown", help="what it runs on, in words, for the report")
+    add("--out", type=Path, default=plan.DEMO / "runs/arms", help="folder for jobs and results.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    try:
+        sets = [plan.load_set(name) for name in args.arms]
+        draw_data()
+        for arms in sets:
+            plan.check_flags(arms, shared_flags(args))
+        jobs = make_jobs(sets, args)
+        if args.only:
+            jobs = [job for job in jobs if job.todo["arm"] in (*args.only, "base")]
+        for job in jobs:
+            claim(job)
+    except Refused as refused:
+        print(f"run.py: {refused}", file=sys.stderr)
+        return 2
+    run_jobs([job for job in jobs if not job.result()], args, lambda: write_results(sets, jobs, args))
+    collected = write_results(sets, jobs, args)
+    for name, why in collected["refused"].items():
+        print(f"refused {name}: {why}")
+    print(f"{len(collected['results'])} of {len(jobs)} jobs are done: {args.out / 'results.json'}")
+    return 1 if collected["missing"] or collected["refused"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
