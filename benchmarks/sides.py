@@ -1,6 +1,6 @@
 """Measures one side, the product or TRL's GRPOTrainer, in a process of its own.
 
-    python -m benchmarks.sides {product|trl|flat|selfcheck} SETTINGS.json RESULTS.json
+    python -m benchmarks.sides {product|trl|flat|selfcheck|memory} SETTINGS.json RESULTS.json
 
 The settings are a list of points, measured one after the other; the results are written behind each.
 benchmarks/step.py starts it, sets its environment and puts the sides together.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.clocks import PartsClock, UpdateClock, memory_gib, peak_memory_gib
+from benchmarks.memory import measure_memory
 from benchmarks.rewards import all_different
 from benchmarks.selfcheck_speed import measure_selfcheck
 from benchmarks.settings import Settings, load
@@ -184,6 +185,7 @@ def compiled_graphs() -> int:
 
 MEASURE = {
     "product": measure_product, "trl": measure_trl, "flat": measure_flat, "selfcheck": measure_selfcheck,
+    "memory": measure_memory,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Whether this machine can carry the run: packages, GPUs, and the memory that is certain to be needed.
+"""Whether this machine can carry the run: packages and GPUs; memory.py says what memory is needed.
 
 Each check returns (lines to show, faults to change).
 """
@@ -63,7 +63,7 @@ def _gpu(index: int) -> Device:
 def check_devices(found: list[Device], args: GRPOArguments) -> Found:
     if args.device.type != "cuda":
         if args.use_cpu:
-            free = f"{_gib(found[0].free)} of {_gib(found[0].total)} GiB of memory free"
+            free = f"{gib(found[0].free)} of {gib(found[0].total)} GiB of memory free"
             return [f"none (--use_cpu): {number_of(args.world_size, 'process')} on the CPU, {free}"], []
         fault = "no GPU is visible to PyTorch: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set --use_cpu true"
         return [], [fault]
@@ -74,53 +74,9 @@ def check_devices(found: list[Device], args: GRPOArguments) -> Found:
             "set CUDA_VISIBLE_DEVICES to one"
         )
     names = sorted({device.name for device in found})
-    free = ", ".join(_gib(device.free) for device in found)
-    return [f"{len(found)} x {' and '.join(names)}: {free} of {_gib(found[0].total)} GiB free"], faults
+    free = ", ".join(gib(device.free) for device in found)
+    return [f"{len(found)} x {' and '.join(names)}: {free} of {gib(found[0].total)} GiB free"], faults
 
 
-# --- Memory
-
-
-def certain_bytes(parameters: int, args: GRPOArguments, stage: int) -> dict[str, int]:
-    """What every process holds for the whole run, by name, in bytes; `stage` is DeepSpeed's (0: without it).
-
-    What depends on lengths is not in it: activations, logits, the key/value cache, captured graphs.
-    """
-    low = 2 if args.bf16 else 4
-
-    def share(from_stage: int) -> float:
-        return parameters / (args.processes if stage >= from_stage else 1)
-
-    needs = {"weights": low * share(3)} if stage else {}
-    needs["float32 masters"] = 4 * share(1)
-    if "adamw" in args.optim:
-        needs["Adam"] = 8 * share(1)
-    needs["gradients"] = 4 * share(2)
-    needs["rollout copy"] = low * parameters
-    if args.beta:
-        needs["reference"] = low * parameters
-    return {name: int(size) for name, size in needs.items()}
-
-
-def check_memory(found: list[Device], parameters: int, args: GRPOArguments, stage: int) -> Found:
-    needs = certain_bytes(parameters, args, stage)
-    total, on_cpu = sum(needs.values()), args.device.type != "cuda"
-    if on_cpu:  # its processes share one memory
-        found, total = found[:1], total * args.processes
-    more = "a machine with more memory" if on_cpu else "more GPUs"
-    faults = [
-        f"{device.name if on_cpu else f'GPU {rank} ({device.name})'} has {_gib(device.free)} GiB free and "
-        f"{_gib(total)} are needed before any activation: stop what else uses it, or take {more}"
-        for rank, device in enumerate(found)
-        if device.free < total
-    ]
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in needs.items())
-    where = "in all" if on_cpu else "on each"
-    sharded = f", sharded over {args.processes} (ZeRO-{stage})" if stage and args.processes > 1 else ""
-    return [
-        f"{_gib(total)} GiB are certain {where}{sharded}: {parts}; activations and caches come on top"
-    ], faults
-
-
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.1f}" if size >= 2**30 else f"{size / 2**30:.3f}"

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
-from . import data_survey, machine_checks, model_checks, start, validation
+from . import data_survey, machine_checks, memory, model_checks, start, validation
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import local_model, write_atomically
 from .data import CountingData, DataError, load_rows
@@ -58,6 +58,7 @@ class Run:
     rows: list[int] | None = None  # of data: those to train on
     surveyed: list[int] | None = None  # of these rows
     facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
+    eval_facts: list[data_survey.RowFacts] = field(default_factory=list)  # about the validation rows
     rewards: list[Reward] | None = None
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
     identity: dict | None = None  # for OUT/run.json
@@ -258,6 +259,9 @@ def check_validation_rows(run: Run) -> Found:
         if bad := check_rows(data, run.processor):
             first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
             faults.append(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
+        else:
+            looked_at = validation.pick_rows(len(data), min(SURVEYED, run.args.eval_limit or SURVEYED))
+            run.eval_facts += data_survey.row_facts(data, run.processor, looked_at)
     sets = run.validation_sets.items()
     return [f"{name}: {len(data):,} rows of {data.source}" for name, data in sets], faults
 
@@ -314,8 +318,11 @@ def check_devices(run: Run) -> Found:
 
 
 def check_memory(run: Run) -> Found:
-    stage = run.args.deepspeed_settings.get("zero_optimization", {}).get("stage", 0)
-    return machine_checks.check_memory(run.devices, run.parameters, run.args, stage)
+    if not run.is_main:
+        return [], []
+    train = memory.longest_of(run.facts, run.processor)
+    evals = memory.longest_of(run.eval_facts, run.processor) if run.eval_facts else None
+    return memory.check_memory(run.devices, run.config, run.parameters, run.args, train, evals)
 
 
 # --- What the run will do
@@ -373,7 +380,7 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("rewards", check_rewards, ()),
     ("rewards", check_gold, ("rewards", "data", "processor")),
     ("GPUs", check_devices, ()),
-    ("memory", check_memory, ("flags", "parameters")),
+    ("memory", check_memory, ("flags", "parameters", "facts")),
     ("update", check_updates, ("flags", "rows")),
     ("start", start.check_start, ("weights", "rows", "rewards")),
     ("submission", start.check_submission, ("weights",)),

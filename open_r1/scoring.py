@@ -100,6 +100,7 @@ class ChunkedLogps(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
+            del grad  # or the next chunk's would be a second one
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
