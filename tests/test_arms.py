@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,13 @@ def test_the_sets_differ_in_named_flags_only(name):
     assert (
         line[-2:] == ["--seed", "3"] and "1.5e-4" in line and line[line.index("--num_generations") + 1] == "8"
     )
+
+
+def test_what_a_command_line_gives():
+    line = ["--a", "1", "--b", "x", "y", "--a", "2.0", "--c"]
+    assert [plan.given(line, flag) for flag in "abcd"] == [2.0, ["x", "y"], True, None]
+    assert report.in_recipe({"flags": {"beta": 0, "reward_funcs": ["accuracy", "format"]}}) == "yes"
+    assert report.in_recipe({"flags": {"beta": 0.04}}) == "no" == report.in_recipe({"flags": {"no_such": 1}})
 
 
 def test_an_arm_with_another_flag_is_refused(tmp_path):
@@ -99,14 +107,18 @@ def test_jobs(tmp_path, monkeypatch, capsys):
         fake.add("slow", f"import time; time.sleep(0.3); {DONE}"),
         fake.add("endless", "import time; time.sleep(60)"),
     ]
-    args = argparse.Namespace(jobs=3, wall=run.GRACE + 4, job_seconds=3)
+    args = argparse.Namespace(jobs=3, wall=run.GRACE + 4, job_seconds=3, begin=time.monotonic())
     run.run_jobs(jobs, args, lambda: None)
     text = capsys.readouterr().out
     assert text.index("done   slow") < text.index("start  control") < text.index("done   control")
     assert "FAILED broken" in text and "what went wrong" in text
     assert "cut    endless" in text and jobs[3].process.returncode == -9
     late = fake.add("late", DONE)
-    run.run_jobs([late], argparse.Namespace(jobs=1, wall=run.GRACE + 2, job_seconds=3), lambda: None)
+    run.run_jobs(
+        [late],
+        argparse.Namespace(jobs=1, wall=run.GRACE + 2, job_seconds=3, begin=time.monotonic()),
+        lambda: None,
+    )
     assert "not run: late, seed 0 (--wall" in capsys.readouterr().out and late.process is None
     with pytest.raises(plan.Refused, match="other settings"):
         run.claim(run.Job(late.folder, late.todo | {"max_steps": 7}))

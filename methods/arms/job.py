@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
+from methods.arms import plan
 from methods.arms.plan import BASE, DATA
 
 SETS = ("test_val", "test_B", "test_ood")
@@ -33,6 +34,8 @@ def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
         continue_sft(job, todo, run)
         return {"submission": run}
     subprocess.run([sys.executable, ROOT / "open_r1/grpo.py", *todo["command"]], check=True)
+    if plan.given(todo["command"], "finalize"):  # as train.sh does
+        subprocess.run([sys.executable, ROOT / "open_r1/finalize.py", run], check=True)
     models = {"submission": run / "submission"}
     if submitted_step(run) != todo["max_steps"]:
         models["last"] = run / f"checkpoint-{todo['max_steps']}"

@@ -97,6 +97,21 @@ def words(flags: dict[str, Any]) -> list[str]:
     return made
 
 
+def given(line: list[str], flag: str) -> Any:
+    """What a command line gives to --flag, the last time; None without it."""
+    at = max((i for i, word in enumerate(line) if word == f"--{flag}"), default=None)
+    if at is None:
+        return None
+    values = []
+    for word in line[at + 1 :]:
+        if word.startswith("--"):
+            break
+        values.append(yaml.safe_load(word))
+    if not values:  # a switch
+        return True
+    return values[0] if len(values) == 1 else values
+
+
 def command_line(arm: Arm, seed: int, shared: dict[str, Any], out: Path) -> list[str]:
     """The flags of grpo.py: those of train.sh on the CPU, those of the demo, `shared`, the arm's own."""
     places = {

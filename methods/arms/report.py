@@ -137,9 +137,14 @@ def in_recipe(arm: dict) -> str:
         return ""
     names = ("MODEL", "DATA", "VAL", "OOD_VAL", "OUT", "SUBMISSION")
     numbers = {"prompts_per_row": "1", "accumulation": "16", "max_steps": "600"}
-    line = " ".join(plan.recipe(ROOT / "train.sh", **dict.fromkeys(names, "x"), **numbers))
+    line = plan.recipe(ROOT / "train.sh", **dict.fromkeys(names, "x"), **numbers)
     return (
-        "yes" if all(" ".join(plan.words({name: value})) in line for name, value in flags.items()) else "no"
+        "yes"
+        if all(
+            plan.given(line, name) == plan.given(plan.words({name: value}), name)
+            for name, value in flags.items()
+        )
+        else "no"
     )
 
 

@@ -103,8 +103,7 @@ def run_jobs(jobs: list[Job], args: argparse.Namespace, finished) -> None:
     """At most args.jobs at a time, none that would not end before args.wall seconds are over: what the
     longest
     job up to then took is what a job takes, args.job_seconds at first. `finished` is called after each."""
-    begin, longest = time.monotonic(), args.job_seconds
-    end = begin + args.wall - GRACE if args.wall else float("inf")
+    longest, end = args.job_seconds, args.begin + args.wall - GRACE if args.wall else float("inf")
     waiting, running = list(jobs), []
     took_one = False
     while waiting or running:
@@ -191,7 +190,7 @@ def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> di
                     refused[f"{name}, seed {seed}"] = str(fault)
     kept = [slim(done) for (name, seed), done in results.items() if f"{name}, seed {seed}" not in refused]
     return {
-        "commit": commit(), "date": datetime.date.today().isoformat(), "machine": args.machine,
+        "commit": args.commit or commit(), "date": datetime.date.today().isoformat(), "machine": args.machine,
         "command": f"python methods/arms/run.py {shlex.join(shown_arguments())}",
         "sets": [
             {
@@ -253,12 +252,14 @@ def parse() -> argparse.Namespace:
     add("--wall", type=float, help="seconds within which everything has ended")
     add("--job_seconds", type=float, default=150, help="what a job takes, until one has shown it")
     add("--machine", default="unknown", help="what it runs on, in words, for the report")
+    add("--commit", help="of the code, where it lies without git")
     add("--out", type=Path, default=plan.DEMO / "runs/arms", help="folder for jobs and results.json")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
+    args.begin = time.monotonic()
     try:
         sets = [plan.load_set(name) for name in args.arms]
         draw_data()
