@@ -67,6 +67,17 @@ class RecipeArguments:
         default_factory=list,
         metadata={"help": "Parameters of reward functions: NAME.PARAMETER=VALUE …"},
     )
+    token_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "What each token gets of its completion's advantage: a name of token_weights_registry in "
+            "token_weights.py (prpo, vppo), or a dotted path. None: all of it."
+        },
+    )
+    token_weight_options: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Parameters of the token weights' function: PARAMETER=VALUE …"},
+    )
     max_reward_failures: int = field(
         default=3,
         metadata={"help": "A reward function that fails more often, on all ranks together, stops the run."},

@@ -140,6 +140,16 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"--importance_sampling_level {args.importance_sampling_level}: set one of {', '.join(LEVELS)}",
         ),
         (
+            recipe.token_weights is not None and args.importance_sampling_level == "sequence",
+            f"--token_weights {recipe.token_weights} with --importance_sampling_level sequence: one ratio a "
+            "completion spreads each token's weight over all of its tokens; set token",
+        ),
+        (
+            recipe.token_weights is not None and args.rollout_engine != "fast",
+            f"--token_weights {recipe.token_weights} with --rollout_engine {args.rollout_engine}: the fast "
+            "engine's model scores the views; set fast",
+        ),
+        (
             not 0 <= args.epsilon < 1 or (args.epsilon_high or 0) < 0,
             f"--epsilon {args.epsilon}, --epsilon_high {args.epsilon_high}: ratios are clipped at 1 - "
             "epsilon and 1 + epsilon_high; set 0 or more, --epsilon below 1",

@@ -49,6 +49,7 @@ from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.run_identity import measured_in
 from open_r1.status import FAILED, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
+from open_r1.views import TokenWeigher
 
 # --- rewards ----------------------------------------------------------------------------------------------
 #
@@ -179,6 +180,9 @@ def run(
         ref_model=reference,
         callbacks=callbacks,
         run_control=control,
+        weigher=TokenWeigher(ready.token_weights, rollout_copy, processor, args)
+        if ready.token_weights
+        else None,
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
     trainer.run = ready.identity["run"]

@@ -27,6 +27,7 @@ from .machine_checks import number_of
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
 from .scoring import TOKEN_STATISTICS
+from .token_weights import TokenWeights, check_token_weights
 
 ZERO3 = Path(__file__).resolve().parent.parent / "zero3.json"
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
@@ -60,6 +61,7 @@ class Run:
     facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
     eval_facts: list[data_survey.RowFacts] = field(default_factory=list)  # about the validation rows
     rewards: list[Reward] | None = None
+    token_weights: TokenWeights | None = None
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
     identity: dict | None = None  # for OUT/run.json
 
@@ -379,6 +381,7 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("validation", check_validation_rows, ("data", "processor", "template")),
     ("rewards", check_rewards, ()),
     ("rewards", check_gold, ("rewards", "data", "processor")),
+    ("advantages", check_token_weights, ()),
     ("GPUs", check_devices, ()),
     ("memory", check_memory, ("flags", "parameters", "facts")),
     ("update", check_updates, ("flags", "rows")),

@@ -8,9 +8,7 @@ nothing is computed that no function asks for. None means "cannot judge".
 """
 
 import copy
-import importlib
 import inspect
-import json
 import math
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from .data import Prompt
 from .protocol import MAX_NEW_TOKENS
 from .scoring import TOKEN_STATISTICS
 from .time_limit import TimeIsUp, time_limit
+from .user_functions import find_function, option_value
 
 EXTRAS = {
     "prompts": "the question as the user asked it, str",
@@ -129,14 +128,14 @@ def resolve_rewards(
         raise ValueError(f"--reward_funcs {' '.join(names)} names a function twice: add its weights instead")
     if not any(weights):
         raise ValueError("--reward_weights are all 0: such functions are only logged; give one a weight")
-    rewards = [Reward(n, _find(n, registry), w, timeout) for n, w in zip(names, weights, strict=True)]
+    rewards = [Reward(n, find_function(n, registry), w, timeout) for n, w in zip(names, weights, strict=True)]
     for option in options:
         _set_option({reward.name: reward for reward in rewards}, option)
     return rewards
 
 
 def _set_option(rewards: dict[str, Reward], option: str) -> None:
-    """Sets a parameter that has a default. A value is JSON (7.0, true, null), or else text."""
+    """Sets a parameter of one of the rewards."""
     place, equals, value = option.partition("=")
     name, _, parameter = place.rpartition(".")
     if not equals or name not in rewards:
@@ -144,35 +143,9 @@ def _set_option(rewards: dict[str, Reward], option: str) -> None:
             f"--reward_options {option}: give NAME.PARAMETER=VALUE, where NAME is of --reward_funcs "
             f"({' '.join(rewards)})"
         )
-    known = [
-        key
-        for key, one in rewards[name].parameters.items()
-        if one.default is not inspect.Parameter.empty and key not in EXTRAS
-    ]
-    if parameter not in known:
-        has = f"has {', '.join(known)}" if known else "has no options"
-        raise ValueError(f"--reward_options {option}: {name} {has}")
-    try:
-        rewards[name].options[parameter] = json.loads(value)
-    except json.JSONDecodeError:
-        rewards[name].options[parameter] = value
-
-
-def _find(name: str, registry: dict[str, Callable]) -> Callable:
-    if name in registry:
-        return registry[name]
-    known = f"known names are {', '.join(sorted(registry))}; others are dotted paths (my_rewards.length)"
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(f"--reward_funcs {name} is no known reward: {known}")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--reward_funcs {name} could not be imported ({reason}): {known}") from error
-    if not callable(function):
-        raise ValueError(f"--reward_funcs {name} is a {type(function).__name__}, no function: {known}")
-    return function
+    rewards[name].options[parameter] = option_value(
+        rewards[name].function, parameter, value, EXTRAS, f"--reward_options {option}: {name}"
+    )
 
 
 def check_signature(reward: Reward, columns: Sequence[str]) -> None:

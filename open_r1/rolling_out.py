@@ -55,7 +55,13 @@ class RollsOut:
         prompts, groups = drawn.prompts, drawn.groups
         advantages = group_advantages(rewards, args.scale_rewards)
         advantages[rewards.isinf().any(1)] = torch.nan  # such an update is found by its loss
-        rows = build_rows(args, prompts, groups, rewards[own], advantages[own], self.sum_over_ranks)
+        weights = None
+        if self.weigher:
+            weights, numbers = self.weigher.weigh(number, prompts, groups, advantages[own])
+            logs |= self.weigher.metrics(self.gather(numbers[None]))
+        rows = build_rows(
+            args, prompts, groups, rewards[own], advantages[own], self.sum_over_ranks, weights
+        )
         rows = self.add_logps(rows)
 
         per_completion = self.gather(completion_numbers(prompts, groups))

@@ -165,7 +165,7 @@ def differences(then: dict, now: dict) -> list[str]:
             count = f"{before['rows']:,} -> {after['rows']:,}, " if before["rows"] != after["rows"] else ""
             lines.append(f"{name} rows: {count}{_moved(before['path'], after['path'])}")
     lines += [
-        f"the code of the reward {name} has changed"
+        f"the code of {name} has changed"
         for name, source in now["rewards"].items()
         if then["rewards"].get(name, source) != source
     ]

@@ -32,10 +32,12 @@ def sampling_keys(seed: int, step: int, prompts: Sequence[int], num_generations:
     """A 63-bit key per completion from (seed, step, prompt's number in the update, completion): the
     sampling noise is a function of it and of the token's index, so it does not depend on how prompts are
     spread over processes."""
-    return [[_key(seed, step, prompt, number) for number in range(num_generations)] for prompt in prompts]
+    numbers = range(num_generations)
+    return [[noise_key(seed, step, prompt, number) for number in numbers] for prompt in prompts]
 
 
-def _key(*parts: int) -> int:
+def noise_key(*parts: int | str) -> int:
+    """63 bits."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

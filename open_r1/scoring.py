@@ -11,7 +11,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from .attention import ATTENTION, build_mask
 from .layers import fused, use_fused_layers
-from .packing import to_device
+from .packing import PackedRow, to_device
 
 LOGITS_CHUNK = 4096  # tokens whose [chunk, V] logits exist at once: 1.2 GB in bf16 at V = 151,936
 
@@ -184,3 +184,13 @@ def add_scoring_forward(model: nn.Module) -> nn.Module:
     model.lm_head.forward = lambda *args: _head_forward(model.lm_head, *args)
     model.forward = forward
     return model
+
+
+@torch.no_grad()
+def row_logps(model: nn.Module, row: PackedRow, temperature: float) -> Tensor:
+    """Log-probs [N] of a row on the model's device, under a model that keeps its own forward: a rollout
+    copy."""
+    inputs = row.model_inputs()
+    sources, targets = inputs.pop("sources"), inputs.pop("targets")
+    hidden = row_hidden_states(model, **inputs)[sources]  # [N, H]
+    return ChunkedLogps.apply(hidden, model.lm_head.weight, targets, temperature)

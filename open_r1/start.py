@@ -44,8 +44,9 @@ def check_start(run) -> Found:
     run.done = find_checkpoint(run.args)
     if run.done:
         refuse_code(run.done[0])
+    functions = [*run.rewards, run.token_weights] if run.token_weights else run.rewards
     now = run_identity.describe(
-        run.recipe, run.args, run.base, run.rewards, run.data, run.rows, run.validation_sets
+        run.recipe, run.args, run.base, functions, run.data, run.rows, run.validation_sets
     )
     run.identity, lines = run_identity.judge(run.out, now, run.done, run.recipe.accept_changes)
     return lines, []

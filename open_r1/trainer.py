@@ -36,6 +36,7 @@ from .sampling import Sampling
 from .saving import SavesCheckpoints
 from .scoring import add_scoring_forward
 from .training_rows import TrainingRow
+from .views import TokenWeigher
 from .weights import copy_weights, use_leaf_modules
 
 
@@ -67,7 +68,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
     `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its
     weights, `ref_model` is needed with beta > 0 only. `rows` of `data` are trained on. `validation_sets`
     maps names to data sets and `eval_encoder` shows them as the grader does; without a `keep_best` they are
-    only measured.
+    only measured. A `weigher` gives each token its own share of the advantage.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         encoder: PromptEncoder, rewards: RewardCaller, validation_sets: dict[str, CountingData],
         eval_encoder: PromptEncoder, keep_best: KeepBest | None = None, ref_model=None,
         callbacks: Sequence = (), run_control: RunControl | None = None,
+        weigher: TokenWeigher | None = None,
     ):  # fmt: skip
         self.run_control = run_control or RunControl()
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
-        self.keep_best = keep_best
+        self.keep_best, self.weigher = keep_best, weigher
         self.ref_model = add_scoring_forward(ref_model).eval() if ref_model is not None else None
         super().__init__(
             model=add_scoring_forward(model),

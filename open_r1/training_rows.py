@@ -43,9 +43,13 @@ class TrainingRow:
 def build_rows(
     args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], rewards: Tensor,
     advantages: Tensor, sum_over_ranks: Callable[[float], float],
+    advantage_weights: Sequence[Tensor] | None = None,
 ) -> list[TrainingRow]:  # fmt: skip
     """This rank's rows of a rollout, prompts_per_row groups each; rewards and advantages are [R, G]. Per
-    update, the tokens and completions of all ranks are the normaliser. Every rank calls it."""
+    update, the tokens and completions of all ranks are the normaliser. Every rank calls it.
+
+    advantage_weights has a tensor for each group: what each of its tokens gets of its advantage.
+    """
     per_row, per_update = args.prompts_per_row, args.prompts_per_row * args.gradient_accumulation_steps
     rows = []
     for i in range(0, len(prompts), per_update):
@@ -58,15 +62,15 @@ def build_rows(
         tokens = int(sum_over_ranks(float(sum(counted))))
         for j in range(i, i + per_update, per_row):
             part = slice(j, j + per_row)
-            rows.append(
-                _build_row(args, prompts[part], groups[part], rewards[part], advantages[part], tokens)
-            )
+            weighed = None if advantage_weights is None else advantage_weights[part]
+            of_row = prompts[part], groups[part], rewards[part], advantages[part]
+            rows.append(_build_row(args, *of_row, tokens, weighed))
     return rows
 
 
 def _build_row(
     args: GRPOArguments, prompts: Sequence[Prompt], groups: Sequence[Group], rewards: Tensor,
-    advantages: Tensor, update_tokens: int,
+    advantages: Tensor, update_tokens: int, advantage_weights: Sequence[Tensor] | None,
 ) -> TrainingRow:  # fmt: skip
     """rewards and advantages are [prompts of the row, G]."""
     if not args.beta:
@@ -74,6 +78,7 @@ def _build_row(
         live = [i for i, group in enumerate(advantages) if group.any()] or [0]
         prompts, groups = [prompts[i] for i in live], [groups[i] for i in live]
         rewards, advantages = rewards[live], advantages[live]
+        advantage_weights = advantage_weights and [advantage_weights[i] for i in live]
     completions = [c for group in groups for c in group]
     weights = token_weights(
         torch.tensor([c.token_ids.numel() for c in completions]),  # [C]
@@ -85,11 +90,14 @@ def _build_row(
         update_tokens=update_tokens,
     )
     packed = pack_groups(prompts, groups, args.device)
+    of_tokens = advantages.flatten()[packed.owners]  # [N]
+    if advantage_weights is not None:
+        of_tokens = of_tokens * torch.cat(list(advantage_weights))
     return TrainingRow(
         numbers=[prompt.row for prompt in prompts],
         rewards=rewards,
         packed=packed,
-        advantages=advantages.flatten()[packed.owners],
+        advantages=of_tokens,
         weights=weights[packed.owners],
         rollout_logps=torch.cat([c.logps for c in completions]),
     )

@@ -123,16 +123,22 @@ def test_two_processes_with_ddp(folder, one):
 
 def test_two_updates_a_rollout_and_dynamic_sampling(folder):
     """Each update has the same prompts on any number of processes, those that replace others too. The rewards
-    ask for the entropy: ranks with unequal shares of them, as here, would wait for ever under ZeRO-3."""
+    ask for the entropy: ranks with unequal shares of them, as here, would wait for ever under ZeRO-3. Tokens
+    are weighed by views of the images: ranks have unequal shares of these too."""
     flags = ("--bf16", "false", "--max_steps", 2, "--dynamic_sampling", 2, "--seed", 7)
+    flags += ("--token_weights", "prpo")
     flags += ("--reward_funcs", "tests.rewards.half_stuck", "--steps_per_generation")
     expected = launch(folder, "one_twice", "ddp", 1, *flags, 2 * PROMPTS)
     first, second = expected["logs"]
     assert first["dynamic_sampling/tries"] == 2 and first["zero_variance"] < first[FIRST]
+    assert first["token_weights/mean"] > 1 and 0 < first["token_weights/scored"] < 1
     for kind, more in (("ddp", ()), ("zero", ("--deepspeed", folder / "zero3.json"))):
         got = launch(folder, f"{kind}_twice", kind, 2, *flags, PROMPTS, *more)
         assert_same_updates(got, expected, updates=2)
         assert [log[FIRST] for log in got["logs"]] == [first[FIRST]] * 2
+        for name in ("mean", "max", "dependency", "instability", "scored"):
+            name = f"token_weights/{name}"
+            assert got["logs"][0][name] == pytest.approx(first[name], rel=1e-4), name
 
 
 @pytest.fixture(scope="module")

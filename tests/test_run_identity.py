@@ -97,7 +97,7 @@ def test_another_reward_of_the_same_name_is_told_by_its_code(folder, begun, monk
         return [float(c[0]["content"].endswith(end)) for c, end in zip(completions, ends, strict=True)]
 
     monkeypatch.setitem(reward_funcs_registry, "accuracy", accuracy)
-    with pytest.raises(ValueError, match="the code of the reward accuracy has changed"):
+    with pytest.raises(ValueError, match="the code of accuracy has changed"):
         judged(folder, begun)
 
 

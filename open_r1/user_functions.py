@@ -1,0 +1,42 @@
+"""Functions that a user names in a flag, and their parameters that another flag sets."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+
+def find_function(name: str, registry: dict[str, Callable], flag: str = "--reward_funcs") -> Callable:
+    """Of the registry, or at a dotted path (package.module.function). ValueError says what there is."""
+    if name in registry:
+        return registry[name]
+    known = f"known names are {', '.join(sorted(registry))}; others are dotted paths (my_module.my_function)"
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(f"{flag} {name} is no known function: {known}")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{flag} {name} could not be imported ({reason}): {known}") from error
+    if not callable(function):
+        raise ValueError(f"{flag} {name} is a {type(function).__name__}, no function: {known}")
+    return function
+
+
+def option_value(function: Callable, parameter: str, value: str, given: Collection[str], shown: str) -> Any:
+    """The value of a parameter that has a default and is not `given` by the trainer: JSON (7.0, true, null),
+    or else text. ValueError, beginning with `shown`, says which there are."""
+    known = [
+        key
+        for key, one in inspect.signature(function).parameters.items()
+        if one.default is not inspect.Parameter.empty and key not in given
+    ]
+    if parameter not in known:
+        has = f"has {', '.join(known)}" if known else "has no options"
+        raise ValueError(f"{shown} {has}")
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,158 @@
+"""How much each sampled token depends on the image: the policy's log-probs under other views of it, and the
+token weights that follow.
+
+A view changes the pixels and nothing else: the grid of patches, the positions and the temperature stay. The
+rollout copy scores it: it is the policy that sampled, is whole on every rank (so that a rank may have fewer
+groups to score than another), and in bf16 its log-probs are exact enough, since a dependency is of second
+order in their error (0.01 becomes 1e-4). All views of a row's prompts are one packed row, in which a view is
+computed once for the prompt's completions.
+
+Legend
+  R  prompts of this rank's rollout     G  completions a prompt     T  tokens of a completion
+  P  patches of a prompt's images
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import GRPOArguments
+from .data import Prompt
+from .packing import to_device
+from .sampling import noise_key
+from .scoring import row_logps
+from .token_weights import TokenWeights, dependency
+from .training_rows import Group, pack_groups
+
+BLACK_SHARE = 0.5  # of the patches of a destroyed image, as in VPPO
+# Standard deviation of a perturbed image's noise, on pixels of 0 .. 1: the diffusion step 200 of 1,000 of
+# NoisyRollout's schedule (arXiv 2504.13055). What there is to count stays.
+NOISE = 0.11
+
+# --- views: fn(pixels [P, channels, frames, values], generator) -> pixels; all of 0 .. 1 --------------------
+
+
+def black_patches(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Each patch (14 x 14 pixels of the resized image) black with probability BLACK_SHARE."""
+    black = torch.rand(pixels.shape[0], generator=generator, device=pixels.device) < BLACK_SHARE
+    return pixels.masked_fill(black[:, None, None, None], 0.0)
+
+
+def mild_noise(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Variance-preserving noise, the same in both frames of a still image."""
+    noise = torch.randn(pixels[:, :, :1].shape, generator=generator, device=pixels.device)
+    return (math.sqrt(1 - NOISE**2) * pixels + NOISE * noise).clamp(0, 1)
+
+
+VIEWS: dict[str, Callable] = {"destroyed": black_patches, "perturbed": mild_noise}
+
+
+class ImageViews:
+    """Makes the views of prompts, on the device that scores them. Each is drawn once per prompt, from (seed,
+    rollout, row): a resumed run and other numbers of processes see the same."""
+
+    def __init__(self, image_processor, seed: int, device: torch.device):
+        self.seed, self.device, self.frames = seed, device, image_processor.temporal_patch_size
+        mean, std = image_processor.image_mean, image_processor.image_std
+        self.mean, self.std = (torch.tensor(one, device=device)[:, None, None] for one in (mean, std))
+
+    def __call__(self, prompt: Prompt, rollout: int, names: Sequence[str]) -> list[Prompt]:
+        given = to_device(prompt.pixel_values, self.device)
+        patches = given.view(len(given), len(self.mean), self.frames, -1)  # [P, channels, frames, values]
+        pixels, made = patches * self.std + self.mean, []
+        for name in names:
+            generator = torch.Generator(self.device).manual_seed(
+                noise_key(self.seed, rollout, prompt.row, name)
+            )
+            view = (VIEWS[name](pixels, generator) - self.mean) / self.std
+            made.append(replace(prompt, pixel_values=view.view_as(given)))
+        return made
+
+
+# --- the weights of a rollout -----------------------------------------------------------------------------
+
+SUMS = ("tokens", "mean", "above_1", "zero", "weighed", "unweighed", "dependency", "instability", "scored")
+
+
+class TokenWeigher:
+    """Weighs the tokens of a rank's groups. `model` is the rollout copy."""
+
+    def __init__(self, weights: TokenWeights, model: nn.Module, processor, args: GRPOArguments):
+        self.weights, self.model, self.args = weights, model, args
+        self.views = [name for name in VIEWS if weights.wants(name)]
+        self.make_views = ImageViews(processor.image_processor, args.seed, args.device)
+
+    def weigh(
+        self, rollout: int, prompts: Sequence[Prompt], groups: Sequence[Group], advantages: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Weights of each group's tokens, completion after completion, for advantages [R, G]; and what
+        `metrics` needs of this rank. No collective."""
+        started = time.perf_counter()
+        weights = [torch.ones(sum(c.token_ids.numel() for c in group)) for group in groups]
+        live = advantages.bool().any(1).tolist()
+        chosen = [i for i, prompt in enumerate(prompts) if live[i] and prompt.pixel_values is not None]
+        numbers = [torch.zeros(len(SUMS))]
+        for start in range(0, len(chosen), self.args.prompts_per_row):
+            part = chosen[start : start + self.args.prompts_per_row]
+            scored = self.score(rollout, [prompts[i] for i in part], [groups[i] for i in part])
+            for i, of_views in zip(part, scored, strict=True):
+                logps, ids = (
+                    [getattr(c, name).clone() for c in groups[i]] for name in ("logps", "token_ids")
+                )
+                given = {
+                    "logps": logps,
+                    "completion_ids": ids,
+                    "advantages": advantages[i].clone(),
+                    **of_views,
+                }
+                weights[i] = torch.cat(self.weights(given))
+                numbers.append(group_numbers(weights[i], given))
+        ends = torch.stack([f(torch.cat(weights)) for f in (torch.min, torch.max)])
+        more = torch.tensor([len(groups), time.perf_counter() - started])
+        return weights, torch.cat([torch.stack(numbers).sum(0), ends, more])
+
+    def score(
+        self, rollout: int, prompts: Sequence[Prompt], groups: Sequence[Group]
+    ) -> list[dict[str, list[Tensor]]]:
+        """For each prompt the log-probs [T] of its completions under each view, by the view's name."""
+        if not self.views:
+            return [{} for _ in prompts]
+        views = [view for prompt in prompts for view in self.make_views(prompt, rollout, self.views)]
+        of_views = [group for group in groups for _ in self.views]
+        row = pack_groups(views, of_views, self.args.device).to(self.args.device)
+        logps = row_logps(self.model, row, self.args.temperature).cpu()
+        parts = iter(logps.split([c.token_ids.numel() for group in of_views for c in group]))
+        return [{name: [next(parts) for _ in group] for name in self.views} for group in groups]
+
+    def metrics(self, numbers: Tensor) -> dict[str, float]:
+        """What is logged, of all ranks' numbers [ranks, ...]: over the tokens of the groups that were scored,
+        NaN where none was; the lowest and highest weight and the slowest rank's seconds."""
+        *sums, groups = numbers[:, [*range(len(SUMS)), -2]].sum(0).tolist()
+        found = dict(zip(SUMS, sums, strict=True))
+        scored, weighed, unweighed = (found.pop(name) for name in ("scored", "weighed", "unweighed"))
+        tokens = found.pop("tokens") or math.nan
+        for name, view in (("dependency", "destroyed"), ("instability", "perturbed")):
+            if view not in self.views:
+                del found[name]
+        found = {name: value / tokens for name, value in found.items()}
+        found |= {"min": float(numbers[:, -4].min()), "max": float(numbers[:, -3].max())}
+        found |= {"advantages": weighed / (unweighed or math.nan), "scored": scored / groups}
+        named = {f"token_weights/{name}": value for name, value in found.items()}
+        return named | {"time/views_s": float(numbers[:, -1].max())}
+
+
+def group_numbers(weights: Tensor, given: dict) -> Tensor:
+    """SUMS of one scored group."""
+    logps = torch.cat(given["logps"])
+    lengths = torch.tensor([len(one) for one in given["logps"]])
+    sizes = given["advantages"].abs().repeat_interleave(lengths)
+    moved = [
+        dependency(logps, torch.cat(given[name])).sum() if name in given else torch.zeros(())
+        for name in ("destroyed", "perturbed")
+    ]
+    counts = [torch.tensor(float(len(weights))), weights.sum(), (weights > 1).sum(), (weights == 0).sum()]
+    return torch.stack([*counts, (weights * sizes).sum(), sizes.sum(), *moved, torch.ones(())])
