@@ -44,6 +44,8 @@ def terminal(result: Point | list[Point]) -> str:
 
 
 def _lines(point: Point) -> str:
+    if "weights" in point:
+        return _weights_lines(point)
     if "flat" in point:
         return _flat_lines(point)
     if "selfcheck" in point:
@@ -88,6 +90,19 @@ def _flat_lines(point: Point) -> str:
         )
     at = ", ".join(map(str, flat["compiled_at"])) or "none"
     return "\n".join([*lines, f"  updates that compiled: {at}"])
+
+
+def _weights_lines(point: Point) -> str:
+    found = point["weights"]
+    lines = [f"{describe(point)}, token weights {point['settings']['token_weights']}"]
+    if "error" in found:
+        return f"{lines[0]}\n  {found['error']}"
+    for name, times in (("by the clock", found["update_s"]), ("of the processor", found["processor_s"])):
+        lines.append(
+            f"  {name:<17} {shown(times['weighed']):>9} with, {shown(times['plain']):>9} without: "
+            f"{times['added']:+.1%}"
+        )
+    return "\n".join([*lines, f"  views             {shown(found['views_s']):>9}"])
 
 
 def _selfcheck_lines(point: Point) -> str:
@@ -139,6 +154,7 @@ def table(result: Point | list[Point]) -> str:
     blocks += [_parts_table(point) for point in parts]
     blocks += [_selfcheck_table(checks)] if checks else []
     blocks += [f"```\n{_flat_lines(point)}\n```" for point in flats]
+    blocks += [f"```\n{_weights_lines(point)}\n```" for point in points if "weights" in point]
     return "\n\n".join([*blocks, where(points[0])])
 
 

@@ -36,6 +36,7 @@ class Settings:
     warmup: int = 2  # updates before them, the compiling ones among them; TRL, which compiles nothing, has 1
     parts_steps: int = 3  # updates behind them, in which the product's parts are timed
     images: int = 512  # that the self-check's measurement answers
+    token_weights: str | None = None  # product updates with and without them in turn
     flat: int = 0  # product updates with completions of different lengths (instead of all the above)
     folder: str = str(ROOT / "outputs" / "benchmark")  # models and images, kept for the next command
 
@@ -94,6 +95,8 @@ class Settings:
 
     def product_flags(self, out: Path) -> list[str]:
         updates = self.flat or self.warmup + self.steps + self.parts_steps
+        if self.token_weights:
+            updates = self.warmup + 2 * self.steps
         flags = self.shared(out, updates) | {
             "model_name_or_path": str(self.base), "dataset_name": str(self.rows), "eval_strategy": "no",
             "prompts_per_row": self.row_prompts(), "prompt_mix": 0.0,
@@ -101,6 +104,8 @@ class Settings:
             "reward_funcs": "benchmarks.rewards.all_different",
             "check_data": True,  # else a background process decodes images while updates are measured
         }  # fmt: skip
+        if self.token_weights:
+            flags["token_weights"] = self.token_weights
         text = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in flags.items()}
         return [part for name, value in text.items() for part in (f"--{name}", value)]
 

@@ -1,6 +1,6 @@
 """Measures one side, the product or TRL's GRPOTrainer, in a process of its own.
 
-    python -m benchmarks.sides {product|trl|flat|selfcheck|memory} SETTINGS.json RESULTS.json
+    python -m benchmarks.sides {product|trl|weights|flat|selfcheck|memory} SETTINGS.json RESULTS.json
 
 The settings are a list of points, measured one after the other; the results are written behind each.
 benchmarks/step.py starts it, sets its environment and puts the sides together.
@@ -164,6 +164,34 @@ def measure_trl(settings: Settings, out: Path) -> dict[str, Any]:
     return result | {"prompt_tokens": round(seen / completions) - settings.new_tokens}
 
 
+def measure_weights(settings: Settings, out: Path) -> dict[str, Any]:
+    """What the views of token weights add to an update: every other update goes without them."""
+    clocks = []
+
+    class Alternate(UpdateClock):
+        def __init__(self, trainer):
+            super().__init__({})
+            self.trainer, self.weigher = trainer, trainer.weigher
+            clocks.append(self)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            super().on_step_end(args, state, control, **kwargs)
+            self.trainer.weigher = None if len(self.updates) % 2 else self.weigher
+
+    trainer = capture_product(settings, out, Alternate)
+    results, first = {}, settings.warmup + settings.warmup % 2
+    for name, times in (("update_s", clocks[0].updates), ("processor_s", clocks[0].processor)):
+        weighed, plain = (times[first + i :: 2] for i in (0, 1))
+        results[name] = {"weighed": statistics.median(weighed), "plain": statistics.median(plain)}
+        results[name]["added"] = results[name]["weighed"] / results[name]["plain"] - 1
+    logs = [log for log in trainer.state.log_history if "time/views_s" in log][first // 2 :]
+    return results | {
+        "views_s": statistics.median(log["time/views_s"] for log in logs),
+        "scored": min(log["token_weights/scored"] for log in logs),
+        "updates": len(logs),
+    }
+
+
 def measure_flat(settings: Settings, out: Path) -> dict[str, Any]:
     """Seconds, memory and compilations of each of `flat` product updates with completions of all lengths."""
     updates = []
@@ -184,8 +212,8 @@ def compiled_graphs() -> int:
 
 
 MEASURE = {
-    "product": measure_product, "trl": measure_trl, "flat": measure_flat, "selfcheck": measure_selfcheck,
-    "memory": measure_memory,
+    "product": measure_product, "trl": measure_trl, "weights": measure_weights, "flat": measure_flat,
+    "selfcheck": measure_selfcheck, "memory": measure_memory,
 }  # fmt: skip
 
 

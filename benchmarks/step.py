@@ -6,6 +6,7 @@ and lengths.
     python benchmarks/step.py --size 2b --device cuda --sweep prompts --json sweep.json    then plot.py
     python benchmarks/step.py --size 2b --device cuda --flat 300 --json flat.json
     python benchmarks/step.py --size 2b --device cuda --selfcheck 16 256 --json selfcheck.json
+    python benchmarks/step.py --size 2b --device cuda --mode zero3 --token_weights prpo --json weights.json
     python benchmarks/step.py --table out.json           the table of a README
 
 Random weights, images of coloured patches, completions that all have exactly --new_tokens tokens. Each side
@@ -57,6 +58,7 @@ def parse() -> argparse.Namespace:
     add("--only", choices=SIDES, help="one side alone")
     add("--sweep", choices=SWEEPS, help="measure several points; they are added to those in the --json file")
     add("--points", type=int, nargs="+", help="those of the sweep")
+    add("--token_weights", metavar="NAME", help="product updates with and without them in turn")
     add("--flat", type=int, default=0, metavar="N", help="N product updates with lengths of all kinds")
     add("--selfcheck", type=int, nargs="+", metavar="T", help="images a second with answers of T tokens")
     add("--images", type=int, default=512, help="that --selfcheck answers")
@@ -131,6 +133,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | list[dict[str, Any]]:
             {"selfcheck": one, "settings": described(settings), **origin}
             for settings, one in zip(points, found, strict=True)
         ]
+    if args.token_weights:
+        found = measure_side(points, "weights")[0]
+        return {"weights": found, "settings": described(points[0]), **origin}
     if args.flat:
         found = measure_side(points, "flat")[0]
         thirds = flat_thirds(found["updates"]) if "updates" in found else {}
@@ -163,7 +168,7 @@ def write(result: Any, to: str | None) -> None:
 
 def errors(result: dict[str, Any] | list[dict[str, Any]]) -> Sequence[str]:
     points = result if isinstance(result, list) else [result]
-    kinds = (*SIDES, "flat", "selfcheck")
+    kinds = (*SIDES, "weights", "flat", "selfcheck")
     return [point[kind]["error"] for point in points for kind in kinds if "error" in point.get(kind, {})]
 
 

@@ -170,3 +170,11 @@ def test_the_floor_counts_what_pytorch_counts(sweep, folder):
     seen = prompt_length * (prompt_length + 1) / 2 + 3 * (fed * prompt_length + fed * (fed + 1) / 2)
     masked = 4 * 64 * 2 * (length**2 - seen)  # PyTorch counts the scores that the mask throws away
     assert counted + masked == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_what_token_weights_add(folder):
+    flags = ("--token_weights", "prpo", *QUICK, "--steps", 2, "--json", "-")
+    found = json.loads(step(folder, *flags))["weights"]
+    assert found["updates"] == 2 and found["scored"] == 1 and 0 < found["views_s"]
+    for times in (found["update_s"], found["processor_s"]):
+        assert times["added"] == pytest.approx(times["weighed"] / times["plain"] - 1)

@@ -19,7 +19,13 @@ import pytest
 from open_r1 import versions
 
 ROOT = Path(__file__).resolve().parent.parent
-LABEL_FREE = {"ttrl": "majority_vote", "intuitor": "self_certainty", "rent": "negative_entropy"}
+METHODS = {  # the first flag of each, and its value
+    "ttrl": ("--reward_funcs", "majority_vote"),
+    "intuitor": ("--reward_funcs", "self_certainty"),
+    "rent": ("--reward_funcs", "negative_entropy"),
+    "prpo": ("--token_weights", "prpo"),
+    "vppo": ("--token_weights", "vppo"),
+}
 SEPARATOR = "\x1f"  # between the arguments of a recorded call
 
 PYTHON = r"""#!/usr/bin/env bash
@@ -62,7 +68,7 @@ class Box:
             "test.sh",
             "scripts/setup.sh",
             "methods/main/train.sh",
-            *(f"methods/{name}/train.sh" for name in LABEL_FREE),
+            *(f"methods/{name}/train.sh" for name in METHODS),
             "open_r1/versions.py",
         ):
             (self.repo / name).parent.mkdir(parents=True, exist_ok=True)
@@ -363,22 +369,25 @@ def timeless(calls: list[list[str]]) -> list[list[str]]:
     return [["the second" if re.fullmatch(r"\d{10}", part) else part for part in call] for call in calls]
 
 
-@pytest.mark.parametrize("name", LABEL_FREE)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_mains_flags_and_the_few_that_differ(full_box: Box, name: str):
     """Its flags come behind main's and before the user's; its outputs have a folder of their own."""
     result = full_box.run("--eval_steps", "7", "--beta", "0.01", script=f"methods/{name}/train.sh")
     assert result.returncode == 0, result.stderr
     call = full_box.training()
-    assert (value(call, "--reward_funcs"), value(call, "--reward_weights")) == (LABEL_FREE[name], "1.0")
+    flag, chosen = METHODS[name]
+    assert value(call, flag) == chosen
+    if flag == "--reward_funcs":
+        assert value(call, "--reward_weights") == "1.0"
     assert (value(call, "--eval_steps"), value(call, "--beta")) == ("7", "0.01")
     assert value(call, "--output_dir") == f"{full_box.repo}/outputs/{name}"
 
 
-@pytest.mark.parametrize("name", LABEL_FREE)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_method_without_a_model_is_the_demo(box: Box, name: str):
     result = box.run("--max_steps", "3", script=f"methods/{name}/train.sh")
     shown = result.stdout.splitlines()[-1]
-    assert result.returncode == 0 and shown.startswith(f"demo:--reward_funcs {LABEL_FREE[name]} ")
+    assert result.returncode == 0 and shown.startswith("demo:{} {} ".format(*METHODS[name]))
     assert shown.endswith(" --max_steps 3")
 
 
