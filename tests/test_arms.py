@@ -166,7 +166,7 @@ def test_verdict(rows, seeds, verdict):
 def results_file(**changed) -> dict:
     def result(arm, seed, bits):
         numbers = {name: {"parsed_pct": 100.0, "mean_tokens": 9.0} for name in report.SETS}
-        numbering = {"labels_right": 50.0, "bound_of_correct": None}
+        numbering = {"labels_right": 50.0, "chance": 30.0, "bound_of_correct": None}
         return {
             "arm": arm, "seed": seed, "seconds": {"updates": 10.0 + seed}, "curve": [{"step": 0, "score":
             1.0}], "models": {"submission": {"rows": dict.fromkeys(report.SETS, bits), "numbers": numbers}},
@@ -178,6 +178,7 @@ def results_file(**changed) -> dict:
         }  # fmt: skip
 
     results = [result("a", seed, "0011") for seed in (0, 1)] + [result("b", seed, "0111") for seed in (0, 1)]
+    results.append(result("base", 0, "0001"))
     arms = {
         "a": {"what": "one", "flags": {}},
         "b": {"what": "other", "flags": {"beta": 0.5}},
@@ -199,6 +200,8 @@ def test_report(tmp_path):
     text = (tmp_path / "docs/evidence.md").read_text()
     assert "| a | 2 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | reference |" in text
     assert "| b | 2 | 75.0 | 75.0 | 75.0 | 75.0 | 75.0 | +25.0 | +25.0 to +25.0 |" in text
+    assert "| base | 1 | 25.0 | 25.0 | 25.0 | 25.0 | 25.0 | -25.0 | -25.0 to -25.0 |" in text
+    assert "| b | +25.0 (+25.0 to +25.0) |" in text
     assert "| c | 0 |" in text and "not run: c, seed 0" in text and "Commit c0ffee, 2026-01-01" in text
     assert "| b | 0.100 | 2.0 | 20.0 | 50.0 | 50.0 | – |" in text
     assert (tmp_path / "docs/evidence/mine_effects.png").stat().st_size > 5000

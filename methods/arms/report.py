@@ -7,6 +7,7 @@ python methods/arms/report.py RESULTS.json… --out DIR    DIR/evidence.md and D
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,22 @@ updates. Every arm starts from the same base, sees the same rows in the same ord
 flags only (`methods/arms/run.py` refuses others). These figures tell which effects the code has; they say
 nothing about the size of such effects on Qwen2-VL-2B.
 
-Accuracy in percent, greedy, on 500 rows of each set that nothing was chosen by. `submitted` is the policy
+Accuracy in percent, greedy, on {rows} rows of each set that nothing was chosen by. `submitted` is the policy
 that validation chose, `last` the one after the last update. The effect is the arm minus its reference, the
 mean over the three sets: first with a 95 % interval for another seed (Student's t over the seeds'
 differences), then one for these very models (paired bootstrap over rows, a row with the answers of all
 seeds). p is McNemar's exact test (mid-p) with rows x seeds as independent, so it too is about these models.
 A difference counts as shown where the interval for another seed leaves out 0. `in train.sh` says whether
-the recipe has the arm's flags.
-"""
+the recipe has the arm's flags."""
 
-READOUTS = """The readouts are of the last policy. KL to the base: k3, nats a token, on its own samples;
-`far` is the share of tokens whose log ratio is beyond 1. `image gap`: accuracy with the image minus
-accuracy with an evenly gray one. `labels`: of the numerals in written-out counting, those that stand at an
-object asked for; `bound`: of the rows with the right count, those whose numerals label exactly the objects.
-`printed`: right answers to "Which number labels the red cube?" on drawn figures, which this model was never
-taught; chance is {chance:.0f} %."""
+READOUTS = """\
+The readouts are of the last policy, means over seeds with their range. KL to the base: k3, nats a token, on
+its own samples; `far` is the share of tokens whose log ratio is beyond 1. `image gap`: accuracy with the
+image minus accuracy with an evenly gray one. `labels`: of the numerals in written-out counting, those that
+stand at an object asked for (at random places {1:.0f} % on val and {2:.0f} % on OOD would); `bound`: of the
+rows with the right count, those whose numerals label exactly the objects. `printed`: right answers to
+"Which number labels the red cube?" on drawn figures, `both` those of a pair; this model was never taught to
+read digits, and chance is {0:.0f} %."""
 
 
 # --- reading
@@ -67,7 +69,7 @@ def correct(results: dict, arm: str, seeds: list[int], model: str) -> dict[str, 
     both."""
 
     def bits(seed: int, name: str) -> list[int]:
-        models = results[arm, seed]["models"]
+        models = results[arm, 0 if arm == "base" else seed]["models"]
         return [int(bit) for bit in models.get(model, models["submission"])["rows"][name]]
 
     return {name: np.array([bits(seed, name) for seed in seeds]) for name in SETS}
@@ -77,13 +79,17 @@ def seeds_of(results: dict, arm: str) -> list[int]:
     return sorted(seed for name, seed in results if name == arm)
 
 
-def against(results: dict, arm: str, reference: str) -> Comparison | None:
-    seeds = sorted(set(seeds_of(results, arm)) & set(seeds_of(results, reference)))
+def against(
+    results: dict, arm: str, reference: str, sets: Collection[str] = tuple(SETS)
+) -> Comparison | None:
+    """What is submitted of an arm against the reference's, over the seeds that both have; the base stands
+    against each. None where there is nothing to compare."""
+    seeds = set(seeds_of(results, reference))
+    seeds &= seeds if arm == "base" and seeds_of(results, "base") else set(seeds_of(results, arm))
     if not seeds or arm == reference:
         return None
-    return compare(
-        correct(results, arm, seeds, "submission"), correct(results, reference, seeds, "submission")
-    )  # fmt: skip
+    sides = [correct(results, name, sorted(seeds), "submission") for name in (arm, reference)]
+    return compare(*({name: side[name] for name in sets} for side in sides))
 
 
 # --- tables
@@ -111,7 +117,7 @@ def effects(one: dict, results: dict) -> str:
         "these models",
         "p",
     ]
-    header += ["", "in train.sh"]
+    header += ["outcome", "in train.sh"]
     rows = []
     for arm in ["base", *one["arms"]]:
         seeds = seeds_of(results, arm)
@@ -128,6 +134,16 @@ def effects(one: dict, results: dict) -> str:
             cells += ["reference" if arm == one["reference"] else "", "", "", "", ""]
         rows.append([*cells, in_recipe(one["arms"].get(arm, {}))])
     return table(header, rows)
+
+
+def by_set(one: dict, results: dict) -> str:
+    """The effects of each test set, with the interval for another seed."""
+    rows = []
+    for arm in ["base", *one["arms"]]:
+        found = [against(results, arm, one["reference"], [name]) for name in SETS]
+        if all(found):
+            rows.append([arm, *(f"{c.effect:+.1f} ({span(c.seeds)})" for c in found)])
+    return table(["effect", *SETS.values()], rows) if rows else ""
 
 
 def in_recipe(arm: dict) -> str:
@@ -207,18 +223,22 @@ def cost(one: dict, results: dict) -> str:
 
 def page(data: dict[str, Any], pictures: Path) -> str:
     results = data["results"]
-    parts = [INTRODUCTION.format(steps=data["max_steps"])]
-    chance = [r["readouts"]["printed"]["chance"] for r in results.values()]
+    tested = {len(bits) for r in results.values() for bits in r["models"]["submission"]["rows"].values()}
+    parts = [INTRODUCTION.format(steps=data["max_steps"], rows=" or ".join(map(str, sorted(tested))))]
+    chances = {
+        part: np.mean([r["readouts"][part]["chance"] for r in results.values()])
+        for part in ("printed", "numbering test_val", "numbering test_ood")
+    }
     for number, one in enumerate(data["sets"]):
         title = one["name"].replace("_", " ").capitalize()
         what = [f"- `{name}`: {arm['what']}" + flags_shown(arm["flags"]) for name, arm in one["arms"].items()]
-        parts += [f"## {title}", "\n".join(what), effects(one, results)]
+        parts += [f"## {title}", "\n".join(what), effects(one, results), by_set(one, results)]
         drawn = plots.draw_set(
             one, results, {a: against(results, a, one["reference"]) for a in one["arms"]}, pictures
         )
         parts += [f"![{title}: {about}]({pictures.name}/{file.name})" for about, file in drawn]
         if number == 0:
-            parts.append(READOUTS.format(chance=np.mean(chance)))
+            parts.append(READOUTS.format(*chances.values()))
         parts += [readouts(one, results), cost(one, results)]
     parts.append(f"## How it was made\n\n{provenance(data['files'])}")
     return "\n\n".join(part for part in parts if part) + "\n"
