@@ -277,3 +277,10 @@ def test_the_probe_tells_binding_from_a_liking(tmp_path):
     ]  # the first picture's, for both of a pair
     found = binding.probe(Told(liked), processor, config, **how)
     assert (found["right"], found["both"], found["a_label"]) == (50, 0, 100)
+
+
+@pytest.mark.parametrize("page", sorted(report.DOCS.glob("evidence.md")))
+def test_the_evidence_is_what_the_json_files_say(page, tmp_path):
+    files = [json.loads(path.read_text()) for path in sorted((report.DOCS / "evidence").glob("*.json"))]
+    (tmp_path / "evidence").mkdir()
+    assert page.read_text() == report.page(report.merge(files), tmp_path / "evidence")

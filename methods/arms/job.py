@@ -82,8 +82,8 @@ def history(run: Path, max_steps: int) -> dict[str, Any]:
     updates = [line for line in lines if "reward" in line]
     steps = [line["time/step_s"] for line in updates]
     curve = [
-        {"step": line["step"]}
-        | {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
+        {"step": line["step"], "score": line["eval_score"]}
+        | {key.removeprefix("eval_"): value for key, value in line.items() if key.endswith(VALIDATED)}
         for line in lines
         if "eval_score" in line
     ]
@@ -93,13 +93,14 @@ def history(run: Path, max_steps: int) -> dict[str, Any]:
             "train": next(line["train_runtime"] for line in lines if "train_runtime" in line),
         },
         "curve": [{"step": 0, "score": baseline(run)}, *curve],
-        "log": [{"step": line["step"], **{k: line[k] for k in LOGGED if k in line}} for line in updates],
+        "log": [{"step": line["step"], **{k: round(line[k], 4) for k in LOGGED}} for line in updates],
     }
 
 
+VALIDATED = ("_accuracy_pct", "_parsed_pct", "_mean_tokens")  # of each validation set
 LOGGED = (
     "reward", "reward_std", "zero_variance", "completions/mean_length", "completions/parsed",
-    "completions/truncated", "completions/correct", "completions/entropy", "grad_norm", "time/step_s",
+    "completions/truncated", "completions/correct", "completions/entropy",
 )  # fmt: skip
 
 

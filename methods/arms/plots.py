@@ -30,6 +30,15 @@ def draw_set(
         path = folder / f"{one['name']}_curves.png"
         draw_curves(one["reference"], {arm: c for arm, c in curves.items() if c}, path)
         drawn.append(("validation score while training", path))
+    if "reward_funcs" in one["may_differ"]:
+        logs = {
+            arm: [r["log"] for (name, _), r in sorted(results.items()) if name == arm and r.get("log")]
+            for arm in one["arms"]
+        }
+        if any(logs.values()):
+            path = folder / f"{one['name']}_rewards.png"
+            draw_rewards({arm: log for arm, log in logs.items() if log}, path)
+            drawn.append(("what is rewarded, and what is right, while training", path))
     return drawn
 
 
@@ -59,15 +68,8 @@ def draw_effects(reference: str, found: dict[str, Comparison], path: Path) -> No
 
 def draw_curves(reference: str, curves: dict[str, list[list[dict]]], path: Path) -> None:
     """A panel for each arm: its seeds, their mean, and the reference's mean in gray."""
-    columns = min(4, len(curves))
-    rows = -(-len(curves) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(2.9 * columns, 2.5 * rows + 0.3), sharex=True, sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axis in axes.flat[len(curves) :]:
-        axis.set_visible(False)
-    for axis, (arm, seeds) in zip(axes.flat, curves.items(), strict=False):
+    figure, axes = panels(len(curves))
+    for axis, (arm, seeds) in zip(axes, curves.items(), strict=False):
         if arm != reference and reference in curves:
             axis.plot(*mean_curve(curves[reference]), color=REFERENCE, linewidth=1.5, linestyle="--")
         for curve in seeds:
@@ -76,16 +78,52 @@ def draw_curves(reference: str, curves: dict[str, list[list[dict]]], path: Path)
             )
         axis.plot(*mean_curve(seeds), color=ARM, linewidth=2)
         axis.set_title(arm, fontsize=10)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(f"update (dashed: the mean of {reference})", fontsize=9)
     figure.supylabel("validation score, mean of val and OOD, %", fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def mean_curve(curves: list[list[dict]]) -> tuple[list[int], list[float]]:
+def draw_rewards(logs: dict[str, list[list[dict]]], path: Path) -> None:
+    """A panel for each arm: means over seeds of its reward, on a scale of its own, and of the shares of its
+    completions that are right, that can be read, and that were cut."""
+    shares = {"correct": ARM, "parsed": "#3a9d5d", "truncated": "#c1442e"}
+    figure, axes = panels(len(logs))
+    for axis, (arm, seeds) in zip(axes, logs.items(), strict=False):
+        for share, color in shares.items():
+            steps, values = mean_curve(seeds, f"completions/{share}")
+            axis.plot(steps, [100 * value for value in values], color=color, label=share)
+        own = axis.twinx()
+        own.plot(*mean_curve(seeds, "reward"), color=SEED, linestyle="--")
+        own.tick_params(axis="y", labelcolor=SEED, labelsize=8)
+        own.spines["top"].set_visible(False)
+        axis.plot([], [], color=SEED, linestyle="--", label="reward (right scale)")
+        axis.set_ylim(-3, 103)
+        axis.set_title(arm, fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.supxlabel("update", fontsize=9)
+    figure.supylabel("share of completions, %", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def panels(number: int) -> tuple[plt.Figure, list[plt.Axes]]:
+    columns = min(4, number)
+    rows = -(-number // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.0 * columns, 2.5 * rows + 0.5), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for place, axis in enumerate(axes.flat):
+        axis.set_visible(place < number)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.xaxis.set_tick_params(labelbottom=place + columns >= number)  # where none stands below
+    return figure, list(axes.flat)
+
+
+def mean_curve(curves: list[list[dict]], key: str = "score") -> tuple[list[int], list[float]]:
     """At the updates that all curves have."""
-    by_step = [{p["step"]: p["score"] for p in curve} for curve in curves]
+    by_step = [{p["step"]: p[key] for p in curve} for curve in curves]
     steps = sorted(set.intersection(*(set(one) for one in by_step)))
     return steps, [sum(one[step] for one in by_step) / len(by_step) for step in steps]
