@@ -81,10 +81,10 @@ def name_sets(folders: list[str]) -> dict[str, str]:
 
 def check_paths(args: argparse.Namespace, sets: dict[str, str]) -> None:
     """What can be refused before anything is loaded."""
-    if not Path(args.model).is_dir():
+    if not os.path.isdir(args.model):
         raise Refused(f"the model folder {args.model} does not exist: set --model or SUBMISSION.")
     for folder in sets.values():
-        if not Path(folder).exists():
+        if not os.path.exists(folder):
             raise Refused(f"the data folder {folder} does not exist: set --data, or VAL and OOD_VAL.")
     for name in ("limit", "batch_size", "num_processes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

@@ -29,7 +29,7 @@ MAX_HEADER = 100_000_000  # bytes, as in safetensors: what is no such file has a
 
 def local_model(name: str | Path) -> Path:
     """The folder of a model given by folder or by hub name (found in the cache, or downloaded)."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
         return Path(name)
     if Path(name).is_absolute() or str(name).startswith("."):
         raise ValueError(f"The model folder {name} does not exist; set MODEL to a folder or a hub name.")
@@ -79,8 +79,8 @@ def load_policy(
     float32_rope(model)
     model = model if device is None else model.to(device)
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise ValueError(f"{path} holds values that are not finite, first in {name}; take another.")
+        if not is_finite(parameter):
+            raise ValueError(not_finite(path, name))
     return model
 
 
@@ -101,6 +101,15 @@ def refuse_other_kinds(path: Path) -> None:
         raise ValueError(f"{path} is a {model_type!r} model; set MODEL to a {MODEL_TYPE!r} one.")
     if config.get("quantization_config"):
         raise ValueError(f"{path} is quantized; set MODEL to the full weights, which training changes.")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are: NaN and infinity show in the least and the largest, found in one pass."""
+    return all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax())
+
+
+def not_finite(folder: Path, name: str) -> str:
+    return f"{folder} holds values that are not finite, first in {name}; take another."
 
 
 def is_valid_model(folder: str | Path) -> str | None:

@@ -142,7 +142,7 @@ def load_rows(source: str | Path, split: str = "train", config: str | None = Non
 
 def _open(source: str, split: str, config: str | None) -> CountingData:
     path = Path(source).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # path.exists raises for a name that is too long
         return _from_arrow(source, _from_hub(source, config), split, folder=Path())
     path = path.resolve()
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

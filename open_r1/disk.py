@@ -48,7 +48,7 @@ def free_bytes(folder: Path) -> int:
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     folder = Path(os.path.abspath(folder))
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -52,6 +52,13 @@ class FiniteWatch:
             print(f"{found} This update is dropped.", flush=True)
         return True
 
+    def state(self) -> dict[str, int]:
+        """For a checkpoint's marker."""
+        return {"in_a_row": self.in_a_row, "dropped": self.dropped}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.in_a_row, self.dropped = state["in_a_row"], state["dropped"]
+
     def _stop_if_asked(self, found: str) -> None:
         if self.args.on_nonfinite == "stop":
             advice = "Lower --learning_rate, or set --on_nonfinite skip."

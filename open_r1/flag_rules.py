@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ENGINES = ("fast", "transformers")
 
 
+LONGEST_NAME = 230  # bytes of a folder's name; what lies beside it adds to that, and file systems stop at 255
 COUNTS = (
     "max_completion_length", "prompts_per_row", "gradient_accumulation_steps", "steps_per_generation",
     "num_iterations", "per_device_eval_batch_size", "eval_limit", "vocab_limit", "save_total_limit",
@@ -62,6 +63,10 @@ def places(
     recipe: "RecipeArguments", args: "GRPOArguments", model: "ModelConfig"
 ) -> Iterator[tuple[bool, str]]:
     """As `rules`, of folders that lie in each other. OUT gets files which a data set would take for rows."""
+    for name, folder in (("output_dir", args.output_dir), ("submission_dir", recipe.submission_dir)):
+        longest = max(Path(folder or ".").parts, key=len, default="")
+        long = f"--{name} with a name of {len(os.fsencode(longest))} bytes ({longest:.20}…)"
+        yield len(os.fsencode(longest)) > LONGEST_NAME, f"{long}: set {LONGEST_NAME} at most"
     out, submission = f"--output_dir {args.output_dir}", f"--submission_dir {recipe.submission_dir}"
     for name, folder in (
         ("submission_dir", recipe.submission_dir),
@@ -70,7 +75,7 @@ def places(
         ("val_dataset", recipe.val_dataset),
         ("ood_val_dataset", recipe.ood_val_dataset),
     ):
-        if folder and (Path(folder).is_dir() or name == "submission_dir"):
+        if folder and (os.path.isdir(folder) or name == "submission_dir"):
             inside = f"{out} lies in --{name} {folder}, which is for other files; set another --output_dir"
             yield _inside(args.output_dir, folder), inside
     if recipe.submission_dir and _inside(recipe.submission_dir, args.output_dir):

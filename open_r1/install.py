@@ -205,7 +205,7 @@ def _free_name(submission: Path) -> Path:
 
 def holds_something(submission: Path) -> bool:
     """False for a folder that is missing, or empty but for hidden files, lost+found and links to nowhere."""
-    if not submission.is_dir():
+    if not os.path.isdir(submission):
         return False
     return any(entry.exists() and not _is_left_alone(entry.name) for entry in submission.iterdir())
 

@@ -1,14 +1,14 @@
 """Whether a model's folder can be trained from, told without loading it: configuration, safetensors headers,
 processor, generation settings, chat template.
 
-Each check returns (lines to show, faults to change). Values are not read, but for an output head that ought
-to be tied to the embedding.
+Each check returns (lines to show, faults to change).
 """
 
 from pathlib import Path
 
 import PIL.Image
 import torch
+from safetensors import safe_open
 from transformers import GenerationConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLProcessor
 
 from .arguments import GRPOArguments
@@ -17,7 +17,10 @@ from .checkpoint import (
     HEAD,
     Slot,
     file_fault,
+    is_finite,
+    not_finite,
     outside_zero_init,
+    parameter_name,
     refuse_other_kinds,
     tensor_slots,
     weight_files,
@@ -50,7 +53,8 @@ def parameter_shapes(config: Qwen2VLConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
-    """Are all tensors of the configuration there, in their shapes, in files of their full length?"""
+    """Are all tensors of the configuration there, in their shapes, in files of their full length, and finite?
+    Values are read once, tensor by tensor."""
     faults = [fault for file in weight_files(base) if (fault := file_fault(base / file))]
     if faults:
         return [], faults
@@ -72,11 +76,21 @@ def check_weights(base: Path, config: Qwen2VLConfig) -> Found:
             f"{base}: {HEAD} is not the embedding that config.json ties it to, and would be lost; set MODEL "
             'to a model with a tied head (or "tie_word_embeddings": false there, if it was trained apart)'
         )
+    faults += _first_not_finite(base)
     dtypes = sorted({str(slot.dtype).removeprefix("torch.") for places in slots.values() for slot in places})
     size = sum((base / file).stat().st_size for file in weight_files(base))
     head = "tied to the embedding" if config.tie_word_embeddings else "not tied"
     line = f"{'/'.join(dtypes)}, {size / 1e9:,.2f} GB, output head {head}; all {len(shapes)} tensors there"
     return ([] if faults else [line]), faults
+
+
+def _first_not_finite(base: Path) -> list[str]:
+    for file in weight_files(base):
+        with safe_open(base / file, "pt") as tensors:
+            for name in tensors.keys():
+                if not is_finite(tensors.get_tensor(name)):
+                    return [not_finite(base, parameter_name(name))]
+    return []
 
 
 def _same(folder: Path, slots: list[Slot]) -> bool:

@@ -228,6 +228,10 @@ class RewardCaller:
             dist.all_gather_object(messages, self.messages.get(name))
         return next(message for message in messages if message)
 
+    def restore(self, failures: dict[str, int]) -> None:
+        """The counts of a checkpoint, of the functions that this run has too."""
+        self.failures |= {name: count for name, count in failures.items() if name in self.failures}
+
     def numbers(self) -> dict[str, float]:
         """For the log: failed calls so far, and shares of the newest rollout's completions."""
         counts = {f"reward_failures/{name}": float(count) for name, count in self.failures.items()}

@@ -19,6 +19,7 @@ from .checkpoint import (
     SINGLE,
     Slot,
     file_fault,
+    is_finite,
     is_valid_model,
     read_header,
     refuse_other_kinds,
@@ -79,7 +80,7 @@ def refuse_place(base: Path, submission: Path) -> None:
     base, submission = base.resolve(), submission.resolve()
     if base == submission or base in submission.parents or submission in base.parents:
         raise ValueError(f"SUBMISSION {submission} would overwrite the base model {base}; set it elsewhere.")
-    if submission.exists() and not submission.is_dir():
+    if os.path.exists(submission) and not submission.is_dir():
         raise ValueError(f"SUBMISSION {submission} is not a folder; set it to a new or empty folder.")
     if holds_something(submission) and (fault := _header_fault(base, submission)):
         raise ValueError(_left_alone(submission, fault))
@@ -176,7 +177,7 @@ def _rounded_bytes(name: str, tensor: Tensor, slot: Slot) -> memoryview:
         came = f"{tensor.dtype} {list(tensor.shape)}"
         raise ValueError(f"{name} came as {came}, not torch.float32 {list(slot.shape)}.")
     values = tensor.detach().to("cpu", slot.dtype).contiguous()  # the one rounding
-    if not torch.isfinite(values).all():
+    if not is_finite(values):
         raise ValueError(f"{name} has values that are not finite as {slot.dtype}.")
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 

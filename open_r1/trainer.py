@@ -253,6 +253,8 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             info = complete_marker(resume_from_checkpoint)
             control.restore(info)
             self.validated_at, self.best_score = info["validated_at"], info["best_score"]
+            self.rewards.restore(info["reward_failures"])
+            self.finite.restore(info["not_finite"])
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
             if self.validation_is_due():  # it was interrupted after the last update
@@ -281,7 +283,12 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
 
     def checkpoint_info(self) -> dict:
         """What the marker of a checkpoint keeps."""
-        return self.run_control.state() | {"validated_at": self.validated_at, "best_score": self.best_score}
+        return self.run_control.state() | {
+            "validated_at": self.validated_at,
+            "best_score": self.best_score,
+            "reward_failures": self.rewards.failures,
+            "not_finite": self.finite.state(),
+        }
 
     # --- log ----------------------------------------------------------------------------------------------
 

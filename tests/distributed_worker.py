@@ -126,7 +126,13 @@ def main() -> None:
         make_fault(trainer_module, os.environ["FAULT"])
     if os.environ.get("FULL_DISK") == os.environ.get("RANK", "0"):
         fill_disk_once()
-    grpo.main()
+    code = 0
+    try:
+        grpo.main()
+    except SystemExit as stop:  # a run that stopped has values too, where no other rank is asked for them
+        if kind == "zero":
+            raise
+        code = stop.code
 
     trainer = trainers[0]
     masters = dict(master_weights(trainer.model))
@@ -135,6 +141,8 @@ def main() -> None:
         result = {"gradients": updates, "masters": masters, "rope": rope.clone()}
         result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
         torch.save(result, path)
+    if code:
+        sys.exit(code)
     grpo.leave_together()
 
 

@@ -8,6 +8,7 @@ without images in some rows.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,8 +81,10 @@ def launch(folder: Path, name: str, kind: str, processes: int, *flags: str, fail
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
-    if fails:
-        return done.stdout
+    return done.stdout if fails else result_of(folder, name)
+
+
+def result_of(folder: Path, name: str) -> dict:
     result = torch.load(folder / f"{name}.pt", weights_only=False)
     logs = [json.loads(line) for line in (folder / name / "logs.jsonl").read_text().splitlines()]
     return result | {
@@ -118,7 +121,14 @@ def test_lengths_are_unequal_and_every_rollout_is_on_policy(one):
 
 
 def test_two_processes_with_ddp(folder, one):
-    assert_same_updates(launch(folder, "ddp", "ddp", 2, "--bf16", "false"), one)
+    """And in a fourth update one rank's loss is not a number: both stop before weights change."""
+    more, rows = ("--bf16", "false", "--max_steps", UPDATES + 1), PROMPTS // 2
+    shown = launch(folder, "ddp", "ddp", 2, *more, FAULT=f"1:{UPDATES * rows + 1}:nan", fails=True)
+    assert re.search(r"The loss of update 4 is not finite; data set rows \(rewards\) of rank 1: \d", shown)
+    got = result_of(folder, "ddp")
+    assert_same_updates(got, one)
+    for name, value in one["masters"].items():
+        assert torch.allclose(got["masters"][name], value, atol=1e-6)
 
 
 def test_two_updates_a_rollout_and_dynamic_sampling(folder):

@@ -98,7 +98,22 @@ def test_such_an_update_is_dropped_where_asked(what, folder, tmp_path, monkeypat
 
 
 def test_at_most_so_many_in_a_row_are_dropped(folder, tmp_path, monkeypatch):  # noqa: F811
-    spoil(monkeypatch, "loss", {1, 3, 4, 5})
-    more = ("--on_nonfinite", "skip", "--max_nonfinite", 2, "--save_strategy", "no")
+    """Counted over a resume. A reward that has failed is, too."""
+
+    calls = []
+
+    def sometimes(completions, **kwargs):
+        calls.append(1)
+        return [] if len(calls) == 3 else [0.1 * i for i in range(len(completions))]
+
+    monkeypatch.setitem(reward_funcs_registry, "sometimes", sometimes)
+    more = ("--on_nonfinite", "skip", "--max_nonfinite", 2, "--save_steps", 1)
+    more += ("--reward_funcs", "sometimes", "--reward_weights", 1)
+    with monkeypatch.context() as patch:
+        spoil(patch, "loss", {1, 3, 4})
+        run(folder, tmp_path, "--max_steps", 4, *more)
+    spoil(monkeypatch, "loss", {1})
     with pytest.raises(StopRun, match="of update 5 is not finite.* 3 updates in a row were not"):
         run(folder, tmp_path, "--max_steps", 9, *more)
+    failures = [log["reward_failures/sometimes"] for log in lines(tmp_path / "logs.jsonl") if "reward" in log]
+    assert failures == [1] * 4

@@ -107,6 +107,27 @@ def test_weights_cut_short_missing_left_over_and_of_another_shape(base):
     )
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_value_that_is_not_finite(base, value):
+    tensors = load_file(base / SECOND)
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, base / SECOND)
+    assert f"{base} holds values that are not finite, first in model.language_model.norm" in faults_of(base)
+
+
+def test_names_that_are_too_long_are_sentences(folder, tmp_path):  # noqa: F811
+    name = "n" * 300
+    with pytest.raises(preflight.NotReady) as refusal:
+        run(folder, tmp_path / name, "--model_name_or_path", f"/{name}", "--dataset_name", f"/{name}/{name}",
+            "--submission_dir", tmp_path / name, "--val_dataset", folder / "val", "--eval_strategy", "steps",
+            "--dry_run", "true", "--max_steps", 1)  # fmt: skip
+    shown = str(refusal.value)
+    assert "Errno" not in shown and f"The model folder /{name} does not exist" in shown
+    assert f"there is no data at /{name}" in shown
+    for flag in ("output_dir", "submission_dir"):
+        assert f"--{flag} with a name of 300 bytes (nnnnnnnnnnnnnnnnnnnn…): set 230 at most" in shown
+
+
 def test_a_head_that_is_not_the_embedding(base):
     """A tied config with a head in the file: fine when it is the embedding, else lost in silence."""
     embedding = load_file(base / FIRST)["model.embed_tokens.weight"]
