@@ -97,14 +97,14 @@ def test_such_an_update_is_dropped_where_asked(what, folder, tmp_path, monkeypat
     assert capsys.readouterr().out.count("This update is dropped.") == 2
 
 
-def test_at_most_so_many_in_a_row_are_dropped(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_at_most_so_many_in_a_row_are_dropped(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Counted over a resume. A reward that has failed is, too."""
 
-    calls = []
+    calls = []  # two of them are the preflight's, in each session
 
     def sometimes(completions, **kwargs):
         calls.append(1)
-        return [] if len(calls) == 3 else [0.1 * i for i in range(len(completions))]
+        return [] if len(calls) in (3, 9) else [0.1 * i for i in range(len(completions))]
 
     monkeypatch.setitem(reward_funcs_registry, "sometimes", sometimes)
     more = ("--on_nonfinite", "skip", "--max_nonfinite", 2, "--save_steps", 1)
@@ -115,5 +115,4 @@ def test_at_most_so_many_in_a_row_are_dropped(folder, tmp_path, monkeypatch):  #
     spoil(monkeypatch, "loss", {1})
     with pytest.raises(StopRun, match="of update 5 is not finite.* 3 updates in a row were not"):
         run(folder, tmp_path, "--max_steps", 9, *more)
-    failures = [log["reward_failures/sometimes"] for log in lines(tmp_path / "logs.jsonl") if "reward" in log]
-    assert failures == [1] * 4
+    assert "reward sometimes has failed 2 times" in capsys.readouterr().out
