@@ -119,7 +119,12 @@ def test_jobs(tmp_path, monkeypatch, capsys):
         argparse.Namespace(jobs=1, wall=run.GRACE + 2, job_seconds=3, begin=time.monotonic()),
         lambda: None,
     )
-    assert "not run: late, seed 0 (--wall" in capsys.readouterr().out and late.process is None
+    assert "not run: late, seed 0: no time" in capsys.readouterr().out and late.process is None
+    left = fake.add("left", "import time; time.sleep(60)")
+    monkeypatch.setattr(run.time, "sleep", lambda _: 1 / 0)  # the runner itself dies
+    with pytest.raises(ZeroDivisionError):
+        run.run_jobs([left], argparse.Namespace(jobs=1, wall=None, begin=0, job_seconds=3), lambda: None)
+    assert left.process.returncode == -9
     with pytest.raises(plan.Refused, match="other settings"):
         run.claim(run.Job(late.folder, late.todo | {"max_steps": 7}))
 

@@ -175,6 +175,7 @@ def main() -> None:
     job = parser.parse_args().job.resolve()
     todo = json.loads((job / "job.json").read_text())
     start, run = time.time(), job / "run"
+    shutil.rmtree(run, ignore_errors=True)  # of this job, cut before it ended: it begins anew
     models = train(job, todo)
     trained = time.time()
     result = todo | history(run, todo["max_steps"]) | measure(job, todo, models)

@@ -9,6 +9,7 @@ tables and plots of it.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -100,39 +101,44 @@ def claim(job: Job) -> None:
 
 
 def run_jobs(jobs: list[Job], args: argparse.Namespace, finished) -> None:
-    """At most args.jobs at a time, none that would not end before args.wall seconds are over: what the
-    longest
-    job up to then took is what a job takes, args.job_seconds at first. `finished` is called after each."""
-    longest, end = args.job_seconds, args.begin + args.wall - GRACE if args.wall else float("inf")
+    """At most args.jobs at a time, none that would not end before args.wall seconds are over. `finished` is
+    called after each. However it ends, no job is left running."""
+    end = args.begin + args.wall - GRACE if args.wall else float("inf")
+    took: dict[str, float] = {}  # seconds of an arm's slowest job
     waiting, running = list(jobs), []
-    took_one = False
-    while waiting or running:
-        now = time.monotonic()
-        for job in [job for job in running if job.process.poll() is not None or now > end]:
-            running.remove(job)
-            took = now - job.started
-            if end_of(job, took, now > end):
-                longest = max(longest if took_one else 0.0, 1.05 * took)
-                took_one = True
-            finished()
-        while len(running) < args.jobs and (job := next_job(waiting)) and now + longest < end:
-            waiting.remove(job)
-            start(job)
-            running.append(job)
-        if waiting and not running:
-            why = (
-                "their reference failed" if now + longest < end else f"--wall {args.wall:.0f} leaves no time"
-            )
-            print(f"not run: {'; '.join(job.name for job in waiting)} ({why})", flush=True)
-            return
-        time.sleep(POLL)
+    try:
+        while waiting or running:
+            now = time.monotonic()
+            for job in [job for job in running if job.process.poll() is not None or now > end]:
+                running.remove(job)
+                if end_of(job, now - job.started, now > end):
+                    took[job.todo["arm"]] = max(took.get(job.todo["arm"], 0.0), now - job.started)
+                finished()
+            while len(running) < args.jobs and (job := next_job(waiting, took, args.job_seconds, end - now)):
+                waiting.remove(job)
+                start(job)
+                running.append(job)
+            if waiting and not running:
+                print(
+                    f"not run: {'; '.join(job.name for job in waiting)}: no time, or no reference", flush=True
+                )
+                return
+            time.sleep(POLL)
+    finally:
+        for job in running:
+            kill(job)
 
 
-def next_job(waiting: list[Job]) -> Job | None:
-    """The first that can start: the control needs to know how long its reference trained."""
+def next_job(waiting: list[Job], took: dict[str, float], guess: float, left: float) -> Job | None:
+    """The first that can start and would end in the seconds that are `left`: it takes as long as its arm
+    took, or the slowest other, or what was guessed. A control needs to know how long its reference trained."""
+    longest = max((seconds for arm, seconds in took.items() if arm != "base"), default=guess)
     for job in waiting:
         reference = job.todo.get("as_long_as")
-        if not reference or (job.folder.parents[1] / reference / job.folder.name / "result.json").exists():
+        ready = (
+            not reference or (job.folder.parents[1] / reference / job.folder.name / "result.json").exists()
+        )
+        if ready and 1.05 * took.get(job.todo["arm"], longest) < left:
             return job
     return None
 
@@ -156,19 +162,23 @@ def start(job: Job) -> None:
 def end_of(job: Job, took: float, out_of_time: bool) -> bool:
     """Says how it ended; whether it ended well."""
     if job.process.poll() is None and out_of_time:
-        os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
+        kill(job)
         print(f"cut    {job.name}: --wall is over; the same command runs it again", flush=True)
         return False
     if job.process.returncode == 0:
         print(f"done   {job.name} in {took:.0f} s", flush=True)
         return True
-    lines = (
-        (job.folder / "log.txt").read_text(errors="replace").replace("\r", "\n").splitlines()[-LAST_LINES:]
-    )
+    log = (job.folder / "log.txt").read_text(errors="replace").replace("\r", "\n")
     print(f"FAILED {job.name} (exit code {job.process.returncode}, {job.folder / 'log.txt'}):", flush=True)
-    print("\n".join(f"       {line}" for line in lines), flush=True)
+    print("\n".join(f"       {line}" for line in log.splitlines()[-LAST_LINES:]), flush=True)
     return False
+
+
+def kill(job: Job) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.process.pid, signal.SIGKILL)
+    job.process.wait()
 
 
 # --- what came out
@@ -250,7 +260,7 @@ def parse() -> argparse.Namespace:
     add("--test_limit", type=int, help="rows of each test set (default: all 500)")
     add("--readout_rows", type=int, default=200, help="rows of test_val that the readouts use")
     add("--wall", type=float, help="seconds within which everything has ended")
-    add("--job_seconds", type=float, default=150, help="what a job takes, until one has shown it")
+    add("--job_seconds", type=float, default=150, help="what a job takes, until some have shown it")
     add("--machine", default="unknown", help="what it runs on, in words, for the report")
     add("--commit", help="of the code, where it lies without git")
     add("--out", type=Path, default=plan.DEMO / "runs/arms", help="folder for jobs and results.json")
@@ -258,6 +268,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not at once: the jobs end first
     args = parse()
     args.begin = time.monotonic()
     try:
