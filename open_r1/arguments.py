@@ -140,6 +140,24 @@ class GRPOArguments(GRPOConfig):
             "stay, and teach nothing."
         },
     )
+    oversample: float = field(
+        default=1.0,
+        metadata={
+            "help": "Prompts rolled out for each one that is trained on; the groups whose rewards vary most "
+            "are kept. 1: all."
+        },
+    )
+    difficulty_sampling: bool = field(
+        default=False,
+        metadata={"help": "Draw rows by how much they teach: mean p(1 - p) of their pass rate p + a floor."},
+    )
+    count_balance: float = field(
+        default=0.0,
+        metadata={
+            "help": "Draw rows by the frequency of their true count to the power of minus this. 0: off; 1: "
+            "all counts as often, up to ten times more than by chance."
+        },
+    )
     vocab_limit: int | None = field(
         default=None,
         metadata={
@@ -235,8 +253,13 @@ class GRPOArguments(GRPOConfig):
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts of one rollout, all ranks together."""
+        """Prompts of one rollout that are trained on, all ranks together."""
         return self.steps_per_generation * self.prompts_per_row * self.processes
+
+    @property
+    def prompts_drawn(self) -> int:
+        """Prompts of one rollout, all ranks together, with those whose groups are not kept."""
+        return round(self.prompts_per_rollout * self.oversample)
 
     @property
     def prompts_per_update(self) -> int:

@@ -104,6 +104,12 @@ class CountingData:
             raise DataError(f"{self.question_column} {_shown(question)} is not valid Unicode")
         return columns | {"question": question, "solution": solution, "answer": gold_answer(solution)}
 
+    def column(self, name: str, rows: Sequence[int]) -> list:
+        """A column's values in these rows, as they are; much faster than row by row."""
+        texts = self._texts
+        values = [row[name] for row in texts] if isinstance(texts, list) else texts[name][:]
+        return [values[row] for row in rows]
+
     def open_images(self, row: int) -> Iterator[BinaryIO]:
         """The row's encoded images, each as an open file of which nothing is read yet."""
         return open_images([] if self._images is None else encoded_images(self._images[row]), self.folder)

@@ -27,7 +27,7 @@ def row_order(num_rows: int, prompts_per_rollout: int, seed: int, rollout: int) 
 
 def rollout_rows(args: GRPOArguments, num_rows: int, rollout: int) -> list[int]:
     """The rows of a rollout by place."""
-    count = args.prompts_per_rollout
+    count = args.prompts_drawn
     if args.shuffle_dataset:
         return row_order(num_rows, count, args.seed, rollout)
     return [i % num_rows for i in range(rollout * count, (rollout + 1) * count)]
@@ -44,23 +44,25 @@ def refill_rows(args: GRPOArguments, num_rows: int, rollout: int, attempt: int) 
     return [int(others[i]) for i in row_order(len(others), len(own), seed, attempt - 1)]
 
 
-def prompt_places(args: GRPOArguments) -> list[int]:
-    """The places in the rollout of all ranks' prompts, rank after rank: each update's prompts are cut into
-    equal shares, so that an update has the same prompts on any number of ranks."""
-    world, update = args.world_size, args.prompts_per_update
-    places = torch.arange(args.prompts_per_rollout).view(-1, world, update // world)
+def prompt_places(args: GRPOArguments, count: int) -> list[int]:
+    """The places in the rollout of all ranks' prompts, rank after rank, of `count` that are drawn or trained
+    on: each update's prompts are cut into equal shares, so that an update has the same prompts on any number
+    of ranks."""
+    updates = args.prompts_per_rollout // args.prompts_per_update
+    places = torch.arange(count).view(updates, args.world_size, -1)
     return places.transpose(0, 1).flatten().tolist()  # [ranks, updates, share]
 
 
 def rollout_prompts(
-    args: GRPOArguments, data: CountingData, encoder: PromptEncoder, rows: Sequence[int], first: int
-) -> Iterator[list[Prompt]]:
-    """This rank's prompts of rollout `first`, `first + 1`, ... of training on `rows`: decoded ahead of time,
-    each once."""
+    args: GRPOArguments, data: CountingData, encoder: PromptEncoder, rows: Sequence[int],
+    drawn_by: Callable[[int], list[int]], first: int,
+) -> Iterator[list[Prompt]]:  # fmt: skip
+    """This rank's prompts of rollout `first`, `first + 1`, ... of training on `rows`, of which `drawn_by`
+    says which a rollout has, by place: decoded ahead of time, each once."""
 
     def rows_of(number: int) -> list[int]:
-        drawn = rollout_rows(args, len(rows), number)
-        return [rows[drawn[i]] for i in prompt_places(args)]
+        drawn = drawn_by(number)
+        return [rows[drawn[i]] for i in prompt_places(args, args.prompts_drawn)]
 
     return prompt_loader(
         data, encoder, rows_of, start=first, stop=-(-args.max_steps // args.updates_per_rollout),

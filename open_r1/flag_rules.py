@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .arguments import GRPOArguments, RecipeArguments
 
 ENGINES = ("fast", "transformers")
+ROLLOUTS_AHEAD = 8  # that rows may be drawn under --difficulty_sampling: see row_sampler.py
 
 
 LONGEST_NAME = 230  # bytes of a folder's name; what lies beside it adds to that, and file systems stop at 255
@@ -26,6 +27,7 @@ COUNTS = (
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "beta", "epsilon", "epsilon_high",
     "adam_epsilon", "top_k", "max_reward_failures", "dataloader_num_workers", "seed", "eval_delay",
+    "count_balance",
 )  # fmt: skip
 
 
@@ -88,6 +90,8 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
     """What must not be, each with its sentence."""
     accumulation = max(1, args.gradient_accumulation_steps)
     per_rollout = max(1, args.steps_per_generation // accumulation * args.num_iterations)
+    oversampled = args.prompts_per_update * args.oversample / args.processes  # prompts on each process
+    weighted = args.difficulty_sampling or args.count_balance > 0
     evaluates = bool(recipe.val_dataset or recipe.ood_val_dataset)
     return [
         (
@@ -139,6 +143,26 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
         (
             args.dynamic_sampling < 0,
             f"--dynamic_sampling {args.dynamic_sampling}: set 0 (off) or the number of tries",
+        ),
+        (
+            not args.oversample >= 1 or not whole(oversampled),
+            f"--oversample {args.oversample:g}: an update of {args.prompts_per_update} prompts on "
+            f"{args.processes} processes would roll out {oversampled:g} on each; set 1 or more, so that it "
+            "is a whole number",
+        ),
+        (
+            args.oversample > 1 and args.dynamic_sampling > 0,
+            f"--oversample {args.oversample:g} with --dynamic_sampling {args.dynamic_sampling}: both put "
+            "other groups in the place of those that teach nothing; set one",
+        ),
+        (
+            weighted and not args.shuffle_dataset,
+            "--shuffle_dataset false: --difficulty_sampling and --count_balance draw rows at random",
+        ),
+        (
+            args.difficulty_sampling and args.dataloader_num_workers > ROLLOUTS_AHEAD,
+            f"--dataloader_num_workers {args.dataloader_num_workers}: --difficulty_sampling draws rows at "
+            f"most {ROLLOUTS_AHEAD} rollouts ahead; set at most that",
         ),
         (
             args.importance_sampling_level not in LEVELS,
@@ -229,6 +253,11 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "--load_best_model_at_end: the best validated model goes into --submission_dir; leave it out",
         ),
     ]
+
+
+def whole(number: float) -> bool:
+    """Up to the rounding of a factor such as 1.1."""
+    return math.isfinite(number) and abs(number - round(number)) < 1e-6
 
 
 def _inside(folder: str, outer: str) -> bool:

@@ -81,6 +81,16 @@ def format_reward(completions: list[list[dict]], truncated: list[bool], **kwargs
     ]
 
 
+def close_reward(completions: list[list[dict]], answer: list[int], **kwargs) -> list[float]:
+    """1.0 for a count that is off by one, else 0.0: partial credit, in addition to the accuracy.
+
+    It orders the wrong answers of a group that has no right one. What is graded is exact: a weight near the
+    accuracy's would teach to be content with one too few.
+    """
+    counts = [extract_answer(c[0]["content"]) for c in completions]
+    return [float(count is not None and abs(count - a) == 1) for count, a in zip(counts, answer, strict=True)]
+
+
 def soft_overlong_reward(
     completions: list[list[dict]], completion_ids: list[list[int]], max_completion_length: list[int],
     cache: int | None = None, **kwargs,
@@ -97,6 +107,7 @@ def soft_overlong_reward(
 reward_funcs_registry = {
     "accuracy": accuracy_reward,
     "format": format_reward,
+    "close": close_reward,
     "soft_overlong": soft_overlong_reward,
     "majority_vote": majority_vote_reward,
     "self_certainty": self_certainty_reward,

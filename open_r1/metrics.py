@@ -36,6 +36,12 @@ def completion_numbers(prompts: Sequence[Prompt], groups: Sequence[Sequence[Comp
     return torch.tensor(rows)
 
 
+def shares_right(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Tensor:
+    """The share of each group that answers right, [R]."""
+    numbers = completion_numbers(prompts, groups)[:, COMPLETION_NUMBERS.index("correct")]
+    return numbers.view(len(prompts), -1).mean(1)
+
+
 def rollout_metrics(
     numbers: Tensor, rewards: Tensor, per_function: Tensor, names: Sequence[str]
 ) -> dict[str, float]:

@@ -287,6 +287,13 @@ def unused_flags(args: GRPOArguments, rewards: list[Reward]) -> list[str]:
     if limit and not any(reward.wants(name) for reward in rewards for name in TOKEN_STATISTICS):
         names = " or ".join(TOKEN_STATISTICS)
         faults.append(f"--vocab_limit {limit}: no reward asks for {names}; leave it out")
+    if (args.difficulty_sampling or args.count_balance) and not any(
+        reward.wants("answer") or reward.wants("solution") for reward in rewards
+    ):
+        faults.append(
+            "--difficulty_sampling and --count_balance look at the true counts, which no reward asks for: "
+            "leave them out"
+        )
     return faults
 
 
@@ -335,17 +342,18 @@ def check_updates(run: Run) -> Found:
     if not run.is_main:
         return [], []
     if args.max_steps <= 0:
-        rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_per_rollout)
+        rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_drawn)
         args.max_steps = rollouts * args.updates_per_rollout
-    epochs = args.max_steps * args.prompts_per_update / args.num_iterations / len(run.rows)
+    epochs = args.max_steps / args.updates_per_rollout * args.prompts_drawn / len(run.rows)
     processes = number_of(args.processes, "process")
     rows = number_of(args.gradient_accumulation_steps, "row")
     votes = args.completions_drawn
     voting = f", the first of {votes} that vote" if votes > args.num_generations else ""
+    drawn = f", of {args.oversample:g} times as many" if args.oversample > 1 else ""
     lines = [
         f"{number_of(args.prompts_per_update, 'prompt')} ({processes} x {rows} x {args.prompts_per_row}) x "
         f"{args.num_generations} completions of up to {args.max_completion_length} tokens"
-        f"{voting}",
+        f"{voting}{drawn}",
         f"{number_of(args.max_steps, 'update')}, {args.updates_per_rollout} a rollout: {epochs:.2f} epochs, "
         f"in {'bf16' if args.bf16 else 'float32'} over float32 master weights",
     ]

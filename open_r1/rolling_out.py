@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .advantages import combine_rewards, equal_rewards, group_advantages
 from .data import Prompt
-from .data_loader import prompt_places, refill_rows
+from .data_loader import prompt_places
+from .informative import kept_groups, share_out
 from .label_free import vote_numbers
-from .metrics import best_and_worst, completion_numbers, rollout_metrics
+from .metrics import best_and_worst, completion_numbers, rollout_metrics, shares_right
 from .rewards import reward_arguments
 from .sampling import sampling_keys
 from .scoring import TOKEN_STATISTICS
@@ -49,10 +50,16 @@ class RollsOut:
         started = time.perf_counter()
         args, names = self.args, [reward.name for reward in self.rewards.rewards]
         self.refresh()
-        own = slice(args.process_index * len(prompts), (args.process_index + 1) * len(prompts))
-        drawn = self.draw(number, prompts, prompt_places(args)[own])
+        places = prompt_places(args, args.prompts_drawn)[self.own_slice(len(prompts))]
+        drawn = self.draw(number, prompts, places)
         per_function, rewards, logs = self.judge_and_refill(drawn, number)
-        prompts, groups = drawn.prompts, drawn.groups
+        per_completion = self.gather(completion_numbers(drawn.prompts, drawn.groups))
+        logs |= rollout_metrics(per_completion, rewards, per_function, names)
+        logs |= self.rewards.numbers() | self.vote_metrics(drawn)
+        if args.oversample > 1:
+            drawn, per_function, rewards = self.keep_informative(drawn, per_function, rewards)
+            logs["oversample/informative"] = 1 - float(equal_rewards(rewards).float().mean())
+        prompts, groups, own = drawn.prompts, drawn.groups, self.own_slice(len(drawn.prompts))
         advantages = group_advantages(rewards, args.scale_rewards)
         advantages[rewards.isinf().any(1)] = torch.nan  # such an update is found by its loss
         weights = None
@@ -64,9 +71,6 @@ class RollsOut:
         )
         rows = self.add_logps(rows)
 
-        per_completion = self.gather(completion_numbers(prompts, groups))
-        logs |= rollout_metrics(per_completion, rewards, per_function, names)
-        logs |= self.rewards.numbers() | self.vote_metrics(drawn)
         self.rollout_logs.append(logs | {"time/rollout_s": time.perf_counter() - started})
         samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
         self.samples += [{"rollout": number, **sample} for sample in samples]
@@ -87,7 +91,7 @@ class RollsOut:
 
     def judge_and_refill(self, drawn: Drawn, number: int) -> tuple[Tensor, Tensor, dict[str, float]]:
         """As `judge`, after the tries of dynamic sampling; with what is to be logged of them."""
-        values, rewards = self.judge(drawn)
+        values, rewards = self.judge(drawn, number)
         if not self.args.dynamic_sampling:
             return values, rewards, {}
         first = {"reward": rewards.nanmean(), "zero_variance": equal_rewards(rewards).float().mean()}
@@ -95,15 +99,19 @@ class RollsOut:
         while tries < self.args.dynamic_sampling and (same := equal_rewards(rewards)).any():
             tries += 1
             self.refill(drawn, number, tries, same)
-            values, rewards = self.judge(drawn)
+            values, rewards = self.judge(drawn, number)
         logs = {f"dynamic_sampling/first_{name}": float(value) for name, value in first.items()}
         return values, rewards, logs | {"dynamic_sampling/tries": float(tries)}
 
-    def judge(self, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    def judge(self, drawn: Drawn, number: int) -> tuple[Tensor, Tensor]:
         """What the reward functions say, and the rewards, of all ranks: [R * world, G, F], [R * world, G]."""
-        args, count = self.args, len(drawn.prompts)
+        args = self.args
         values = self.rewards.settle(self.gather(drawn.values), args.world_size)
-        drawn.values = values[args.process_index * count :][:count].clone()  # a failure is counted once
+        drawn.values = values[self.own_slice(len(drawn.prompts))].clone()  # a failure is counted once
+        if args.difficulty_sampling:
+            rows = self.gather(torch.tensor([prompt.row for prompt in drawn.prompts]))
+            shares = self.gather(shares_right(drawn.prompts, drawn.groups))
+            self.row_sampler.observe(number, rows.tolist(), shares.tolist())
         return values, combine_rewards(values, torch.tensor([r.weight for r in self.rewards.rewards]))
 
     def refill(self, drawn: Drawn, number: int, attempt: int, same: Tensor) -> None:
@@ -117,14 +125,28 @@ class RollsOut:
         own = shares[args.process_index].tolist()
         needed = int(shares.sum(1).max()) if args.device.type == "cpu" else count
         chosen = sorted(range(count), key=lambda i: not own[i])[:needed]  # those to be replaced first
-        rows = refill_rows(args, len(self.train_rows), number, attempt)
-        places = prompt_places(args)[args.process_index * count :][:count]
+        rows = self.row_sampler.refill(number, attempt)
+        places = prompt_places(args, args.prompts_drawn)[self.own_slice(count)]
         prompts = [
             self.encoder.encode(self.train_dataset, self.train_rows[rows[places[i]]], step=number)
             for i in chosen
         ]
         new = self.draw(number, prompts, [places[i] for i in chosen], attempt)
         drawn.take(new, {i: j for j, i in enumerate(chosen) if own[i]})
+
+    def keep_informative(
+        self, drawn: Drawn, per_function: Tensor, rewards: Tensor
+    ) -> tuple[Drawn, Tensor, Tensor]:
+        """What is trained on of what was drawn, this rank's and all ranks'."""
+        args, kept = self.args, kept_groups(self.args, rewards)
+        items = list(zip(drawn.prompts, drawn.voters, drawn.groups, drawn.values, strict=True))
+        own = share_out(items, kept, args.process_index, args.world_size, self.run_control.collect)
+        prompts, voters, groups, values = map(list, zip(*own, strict=True))
+        return Drawn(prompts, voters, groups, torch.stack(values)), per_function[kept], rewards[kept]
+
+    def own_slice(self, count: int) -> slice:
+        """This rank's among all ranks' groups, `count` of each, one rank's behind the other's."""
+        return slice(self.args.process_index * count, (self.args.process_index + 1) * count)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one behind the other, on the CPU."""

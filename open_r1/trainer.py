@@ -32,6 +32,7 @@ from .packing import PackedRow
 from .rewards import RewardCaller
 from .rolling_out import RollsOut
 from .rollout import Engine
+from .row_sampler import RowSampler
 from .sampling import Sampling
 from .saving import SavesCheckpoints
 from .scoring import add_scoring_forward
@@ -53,7 +54,7 @@ class RolloutLoader:
         first = trainer.state.global_step // args.updates_per_rollout
         if trainer.validation_is_due():  # the checkpoint was saved in the middle of it
             trainer.evaluate()
-        source = (trainer.train_dataset, trainer.encoder, trainer.train_rows)
+        source = (trainer.train_dataset, trainer.encoder, trainer.train_rows, trainer.row_sampler.rows)
         for number, prompts in enumerate(rollout_prompts(args, *source, first), start=first):
             control.agree(ahead=control.longest_step)
             with control.step_timed():
@@ -80,6 +81,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
     ):  # fmt: skip
         self.run_control = run_control or RunControl()
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
+        self.row_sampler = RowSampler(args, data, rows)
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
         self.keep_best, self.weigher = keep_best, weigher
         self.ref_model = add_scoring_forward(ref_model).eval() if ref_model is not None else None
@@ -255,6 +257,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             self.validated_at, self.best_score = info["validated_at"], info["best_score"]
             self.rewards.restore(info["reward_failures"])
             self.finite.restore(info["not_finite"])
+            self.row_sampler.restore(info, info["step"] // self.args.updates_per_rollout)
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
             if self.validation_is_due():  # it was interrupted after the last update
@@ -288,6 +291,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             "best_score": self.best_score,
             "reward_failures": self.rewards.failures,
             "not_finite": self.finite.state(),
+            **self.row_sampler.state(),
         }
 
     # --- log ----------------------------------------------------------------------------------------------
@@ -310,6 +314,6 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         failures = {"checkpoint_failures": self.checkpoint_failures}
         failures["submission_failures"] = self.keep_best.failures if self.keep_best else 0
         logs |= {name: count for name, count in failures.items() if count}
-        seen = self.state.global_step * self.args.prompts_per_rollout / self.args.updates_per_rollout
+        seen = self.state.global_step * self.args.prompts_drawn / self.args.updates_per_rollout
         self.state.epoch = seen / len(self.train_rows)
         super().log(logs, start_time)

@@ -75,7 +75,7 @@ def test_command(command, folder, tmp_path):
         command += f" --out {tmp_path / 'selfcheck'} --dataloader_num_workers 0"
     else:
         command += " --help"  # the flags before it are read, and refused where they are wrong
-    if "--reward_funcs accuracy format close" in command:
+    if "--reward_funcs accuracy format nearness" in command:
         # The page's own function, added to a copy of the project as the page says.
         copy_with_reward(tmp_path)
     where = tmp_path / "project" if (tmp_path / "project").exists() else ROOT
@@ -85,8 +85,8 @@ def test_command(command, folder, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     if "train.sh" in command:
         assert "ready: nothing was launched" in done.stdout
-    if "close" in command:
-        assert re.search(r"close\s+1\s", done.stdout, re.M), "the new reward is not in the table of rewards"
+    if "nearness" in command:
+        assert re.search(r"nearness\s+0.3\s", done.stdout), "the new reward is not in the table of rewards"
 
 
 def copy_with_reward(tmp_path: Path) -> None:
