@@ -111,7 +111,7 @@ def test_what_is_drawn_follows_from_what_was_seen_in_time():
             state["pass_rates"][str(n + 1)] = [[5, 1.0]]  # of a rollout that was made and not trained on
             other.restore(state, n + 1)
     assert len(one.groups) == MEMORY + late + 1
-    assert one.rows(n + 1) == other.rows(n + 1)
+    assert np.array_equal(one.weights(n + 1), other.weights(n + 1)) and one.rows(n + 1) == other.rows(n + 1)
     one.groups.clear()
     assert one.rows(n + 1) != other.rows(n + 1)
 
