@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def parse() -> argparse.Namespace:
         help="folders of the data sets",
     )
     parser.add_argument("--limit", type=int, help="rows of each set, evenly spaced over it (default: all)")
+    parser.add_argument(
+        "--report_rows",
+        metavar="FILE",
+        help="only the rows that this file of open_r1/selection.py leaves for reporting",
+    )
     parser.add_argument(
         "--engine",
         choices=("fast", "transformers"),
@@ -97,8 +103,8 @@ def check_paths(args: argparse.Namespace, sets: dict[str, str]) -> None:
         raise Refused(f"{args.out} holds a {strangers[0]}.jsonl that is not selfcheck's: set another --out.")
 
 
-def launch(args: argparse.Namespace, sets: dict[str, str]) -> None:
-    """One process for each GPU, or this one alone."""
+def launch(args: argparse.Namespace, sets: dict[str, str], job: Callable) -> None:
+    """job(rank, processes, args, sets) in one process for each GPU, or in this one alone."""
     import torch
     import torch.multiprocessing as mp
 
@@ -109,22 +115,25 @@ def launch(args: argparse.Namespace, sets: dict[str, str]) -> None:
     several = "es" if processes > 1 else ""
     print(f"Scoring {args.model} on {', '.join(sets)} in {processes} process{several}", flush=True)
     if processes == 1:
-        return answer(0, 1, args, sets)
+        return job(0, 1, args, sets)
     # Its "Terminating process" would stand beside the sentence that says why.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as meeting:
         try:
-            mp.spawn(work, (processes, args, sets, meeting), nprocs=processes)
+            mp.spawn(work, (processes, job, args, sets, meeting), nprocs=processes)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as end:  # spawn has ended the others
             reason = Path(meeting, "refusal")
             if reason.exists():
                 raise Refused(reason.read_text()) from None
             if isinstance(end, mp.ProcessRaisedException):
                 raise
-            sys.exit(f"selfcheck: {end}; if the machine ran out of memory, set --num_processes lower.")
+            cure = "if the machine ran out of memory, set --num_processes lower"
+            sys.exit(f"{Path(sys.argv[0]).stem}: {end}; {cure}.")
 
 
-def work(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str, str], meeting: str) -> None:
+def work(
+    rank: int, world_size: int, job: Callable, args: argparse.Namespace, sets: dict[str, str], meeting: str
+) -> None:
     """One of several processes. `meeting` is a folder that they share."""
     import torch.distributed as dist
 
@@ -132,7 +141,7 @@ def work(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str, s
     multiprocessing.set_start_method("fork", force=True)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=world_size)
     try:
-        answer(rank, world_size, args, sets)
+        job(rank, world_size, args, sets)
     except Refused as refused:
         Path(meeting, "refusal").write_text(str(refused))
         sys.exit(2)
@@ -143,8 +152,7 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
     """Answers this process's share of every set; rank 0 prints and writes the results of all."""
     import torch
 
-    from open_r1 import validation
-    from open_r1.data import DataError
+    from open_r1 import selection, validation
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -159,14 +167,14 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
                 engine,
                 encoder,
                 data,
-                rows=validation.pick_rows(len(data), args.limit),
+                rows=selection.rows_of(args.report_rows, sets[name], len(data), args.limit, "report"),
                 batch_size=args.batch_size if args.engine == "fast" else 1,
                 rank=rank,
                 world_size=world_size,
                 num_workers=args.dataloader_num_workers,
                 name=name,
             )
-        except DataError as error:
+        except ValueError as error:  # a DataError too
             raise Refused(str(error)) from error
         except torch.OutOfMemoryError:
             raise Refused(f"--batch_size {args.batch_size} is too much for the GPU: set it lower.") from None
@@ -246,7 +254,7 @@ def main() -> int:
         use_project_python()
         sets = name_sets(args.data)
         check_paths(args, sets)
-        launch(args, sets)
+        launch(args, sets, answer)
     except Refused as refused:
         print(f"selfcheck: {refused}", file=sys.stderr)
         return 2

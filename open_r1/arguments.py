@@ -109,6 +109,38 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Go on in OUT (anew without a checkpoint) with new flags, rows or rewards."},
     )
+    init_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "A further round: start from this model ('submission': what stands in --submission_dir). "
+            "--model_name_or_path stays what is to be beaten."
+        },
+    )
+    selection_rows: str | None = field(
+        default=None,
+        metadata={"help": "A file of open_r1/selection.py: validate on its selection part only."},
+    )
+    select_level: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of paired bootstrap samples in which a model must beat the base to be submitted."
+        },
+    )
+    keep_top: int = field(
+        default=0,
+        metadata={"help": "Keep the float32 weights of so many best models in OUT/masters, to be averaged."},
+    )
+    finalize: bool = field(
+        default=False,
+        metadata={"help": "train.sh: after training, score averages and mixtures too, and submit the best."},
+    )
+    finalize_minutes: float = field(
+        default=15.0, metadata={"help": "Minutes that this may take; it then submits the best found so far."}
+    )
+    wise_alphas: list[float] = field(
+        default_factory=lambda: [0.25, 0.5, 0.75],
+        metadata={"help": "Shares of the trained weights in the mixtures with the base (WiSE-FT)."},
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "Make every check, print the derived numbers, train nothing."}
     )

@@ -238,6 +238,27 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "--ood_val_dataset",
         ),
         (
+            recipe.init_from == "submission" and not recipe.submission_dir,
+            "--init_from submission without --submission_dir: set it to the folder of the last round's model",
+        ),
+        (
+            not 0 <= recipe.select_level < 1,
+            f"--select_level {recipe.select_level:g}: a share; set 0 (any higher score) up to 0.99",
+        ),
+        (recipe.keep_top < 0, f"--keep_top {recipe.keep_top}: set 0 (none) or the number of models"),
+        (
+            recipe.keep_top > 0 and not recipe.submission_dir,
+            f"--keep_top {recipe.keep_top} without --submission_dir: nothing is averaged then; leave it out",
+        ),
+        (
+            not 0 < recipe.finalize_minutes < math.inf,
+            f"--finalize_minutes {recipe.finalize_minutes:g}: set the minutes, or --finalize false",
+        ),
+        (
+            not all(0 < alpha < 1 for alpha in recipe.wise_alphas),
+            f"--wise_alphas {' '.join(map(str, recipe.wise_alphas))}: shares between 0 and 1",
+        ),
+        (
             bool(recipe.submission_dir) and args.eval_strategy == "no",
             f"--submission_dir {recipe.submission_dir} without validation: the best model cannot be "
             "known; set --val_dataset "

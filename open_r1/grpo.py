@@ -39,14 +39,13 @@ from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
 from open_r1.flag_parser import FlagParser
-from open_r1.keep_best import KeepBest
 from open_r1.label_free import majority_vote_reward, negative_entropy_reward, self_certainty_reward
 from open_r1.preflight import preflight
 from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
-from open_r1.run_identity import measured_in
+from open_r1.rounds import first_weights, keeper, validation_rows
 from open_r1.status import FAILED, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from open_r1.views import TokenWeigher
@@ -158,14 +157,15 @@ def run(
 
     # Models: the policy, the rollout copy of it, and a reference only for a KL term.
     low = torch.bfloat16 if args.bf16 else torch.float32
+    start = first_weights(recipe, out, base)
     policy = load_policy(
-        base, low if args.deepspeed else torch.float32
+        start, low if args.deepspeed else torch.float32
     )  # DeepSpeed makes the float32 masters itself
-    rollout_copy = load_policy(base, low, args.device).requires_grad_(False)
+    rollout_copy = load_policy(start, low, args.device).requires_grad_(False)
     engine = {"fast": FastEngine, "transformers": TransformersEngine}[args.rollout_engine](
         rollout_copy, processor
     )
-    reference = load_policy(base, low, args.device).requires_grad_(False) if args.beta else None
+    reference = load_policy(start, low, args.device).requires_grad_(False) if args.beta else None
 
     keep_images = any(reward.wants("images") for reward in rewards)
     encoder = PromptEncoder(
@@ -185,9 +185,7 @@ def run(
         rewards=RewardCaller(rewards, recipe.max_reward_failures),
         validation_sets=ready.validation_sets,
         eval_encoder=grader,
-        keep_best=KeepBest(base, Path(recipe.submission_dir), measured_in(ready.identity, args))
-        if recipe.submission_dir
-        else None,
+        keep_best=keeper(recipe, args, ready, start) if recipe.submission_dir else None,
         ref_model=reference,
         callbacks=callbacks,
         run_control=control,
@@ -196,6 +194,7 @@ def run(
         else None,
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
+    trainer.validation_rows = validation_rows(recipe, args, ready.validation_sets)
     trainer.run = ready.identity["run"]
     trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
@@ -216,18 +215,21 @@ def run(
 def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
     """Measures what is to be beaten, then makes the updates that `done`, a checkpoint, lacks."""
     if trainer.keep_best:
-        trainer.keep_best.start(trainer.engine.model, trainer.validate)
+        trainer.keep_best.start(trainer.engine.model, trainer.validate, done[1]["step"] if done else 0)
         trainer.best_score = trainer.keep_best.baseline
-        if done and trainer.keep_best.best_score < done[1]["best_score"]:  # deleted, or never written
+        if done and trainer.keep_best.best_score < done[1]["chosen_score"]:  # deleted, or never written
             trainer.validate_again = True
             if trainer.args.process_index == 0:
                 print(
                     f"{trainer.keep_best.submission} holds less than this run has found (score "
-                    f"{done[1]['best_score']:.2f}): {done[0].name} is validated once more"
+                    f"{done[1]['chosen_score']:.2f}): {done[0].name} is validated once more"
                 )
     if done and done[1]["step"] >= trainer.args.max_steps and not trainer.validation_is_due(done[1]):
         if trainer.args.process_index == 0:
-            print(f"{done[0]} has all {trainer.args.max_steps} updates: nothing is left to train")
+            print(
+                f"{done[0]} has all {trainer.args.max_steps} updates: nothing is left to train. Another "
+                "round (--init_from submission) has another OUT."
+            )
         return
     trainer.train(resume_from_checkpoint=str(done[0]) if done else None)
 

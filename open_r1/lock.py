@@ -18,3 +18,16 @@ def lock(path: Path, refusal: str) -> None:
         raise ValueError(refusal) from error
     except OSError:  # a file system without locks
         return
+
+
+def lock_out(out: Path) -> None:
+    """Makes a run's folder this process's."""
+    lock(out / ".lock", f"another process is training in {out}: wait for it, or set another OUT")
+
+
+def lock_submission(submission: Path) -> None:
+    """Two writers would take the model that one of them is writing for theirs."""
+    submission = submission.resolve()
+    submission.parent.mkdir(parents=True, exist_ok=True)
+    refusal = f"another process trains into {submission}: wait for it, or set another SUBMISSION"
+    lock(submission.with_name(f".{submission.name}.lock"), refusal)

@@ -26,6 +26,7 @@ from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .machine_checks import number_of
 from .processor import load_processor
 from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
+from .rounds import check_round, validation_rows
 from .scoring import TOKEN_STATISTICS
 from .token_weights import TokenWeights, check_token_weights
 
@@ -34,7 +35,8 @@ WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
 # What the user calls a thing that a check needs.
-WORDS = {"config": "model", "parameters": "model", "weights": "model", "rows": "train", "facts": "train"}
+WORDS = dict.fromkeys(("config", "parameters", "weights", "start_from"), "model")
+WORDS |= dict.fromkeys(("rows", "facts"), "train")
 Found = tuple[list[str], list[str]]  # lines, faults
 
 
@@ -62,6 +64,7 @@ class Run:
     eval_facts: list[data_survey.RowFacts] = field(default_factory=list)  # about the validation rows
     rewards: list[Reward] | None = None
     token_weights: TokenWeights | None = None
+    start_from: Path | None = None  # the folder of the first weights: the base's, but for --init_from
     done: tuple[Path, dict] | None = None  # the checkpoint to go on from, and its marker
     identity: dict | None = None  # for OUT/run.json
 
@@ -358,10 +361,8 @@ def check_updates(run: Run) -> Found:
         f"in {'bf16' if args.bf16 else 'float32'} over float32 master weights",
     ]
     if run.validation_sets and args.eval_strategy != "no":
-        sets = " + ".join(
-            f"{name} {len(validation.pick_rows(len(data), args.eval_limit)):,}"
-            for name, data in run.validation_sets.items()
-        )
+        used = validation_rows(run.recipe, args, run.validation_sets)
+        sets = " + ".join(f"{name} {len(rows):,}" for name, rows in used.items())
         lines.append(f"every {args.eval_steps:g} updates a validation on {sets} rows")
     return lines, []
 
@@ -393,7 +394,8 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("GPUs", check_devices, ()),
     ("memory", check_memory, ("flags", "parameters", "facts")),
     ("update", check_updates, ("flags", "rows")),
-    ("start", start.check_start, ("weights", "rows", "rewards")),
+    ("round", check_round, ("flags", "weights")),
+    ("start", start.check_start, ("weights", "rows", "rewards", "start_from")),
     ("submission", start.check_submission, ("weights",)),
     ("disk", start.check_disk, ("flags", "identity")),
     ("hours", check_hours, ()),

@@ -1,6 +1,6 @@
 """What one rank does and all ranks have to know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import PartialState
@@ -24,3 +24,17 @@ def on_rank_zero(action: Callable[[], Any]) -> Any:
 def first_of_ranks(value: Any) -> Any:
     """The first value of all ranks, in their order, that is not None; a collective."""
     return next((one for one in gather_object([value]) if one is not None), None)
+
+
+def write_along(tensors: Iterator, write: Callable[[Iterator], None]) -> Exception | None:
+    """Rank 0 hands `tensors` to `write`; the other ranks run through them, since to gather one is collective,
+    and so does rank 0 where `write` fails. What it raised, on all ranks; a collective."""
+    error = None
+    if PartialState().is_main_process:
+        try:
+            write(tensors)
+        except Exception as raised:
+            error = raised
+    for _ in tensors:
+        pass
+    return first_of_ranks(error)

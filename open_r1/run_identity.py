@@ -21,7 +21,7 @@ from . import versions
 from .arguments import HONOURED, GRPOArguments, RecipeArguments
 from .checkpoint import read_header, weight_files, write_atomically
 from .data import CountingData
-from .lock import lock
+from .lock import lock_out
 from .validation import pick_rows
 
 FILE, LOGS = "run.json", "logs.jsonl"
@@ -30,6 +30,7 @@ PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 NOT_DEFINING = {
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "val_dataset",
     "ood_val_dataset", "submission_dir", "max_reward_failures", "reward_timeout", "check_data",
+    "select_level", "keep_top", "finalize", "finalize_minutes", "wise_alphas", "init_from", "selection_rows",
     "skip_bad_rows", "dry_run", "accept_changes", "max_hours", "max_hours_cumulative", "patience",
     "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "save_steps",
     "gradient_checkpointing", "on_nonfinite", "max_nonfinite",
@@ -59,7 +60,7 @@ def describe(
             name: {"path": one.source, "rows": len(used), "content": data_content(one, used)}
             for name, (one, used) in sets.items()
         },
-        "rewards": {reward.name: _digest(_source(reward.function)) for reward in rewards},
+        "rewards": {reward.name: digest(_source(reward.function)) for reward in rewards},
         "versions": {name: versions.installed(name) for name in PACKAGES},
         "commit": _commit(),
     }
@@ -104,7 +105,7 @@ def model_content(folder: Path) -> str:
             for number in range(SAMPLED_BLOCKS):
                 file.seek(number * max(0, size - BLOCK) // max(1, SAMPLED_BLOCKS - 1))
                 parts.append(file.read(BLOCK))
-    return _digest(*parts)
+    return digest(*parts)
 
 
 def data_content(data: CountingData, rows: Iterable[int]) -> str:
@@ -113,7 +114,7 @@ def data_content(data: CountingData, rows: Iterable[int]) -> str:
     for place in pick_rows(len(rows), SAMPLED_ROWS):
         parts.append(json.dumps(data.columns(rows[place]), sort_keys=True, default=str).encode())
         parts += [file.read() for file in data.open_images(rows[place])]
-    return _digest(*parts)
+    return digest(*parts)
 
 
 def _source(function: Callable) -> bytes:
@@ -123,11 +124,11 @@ def _source(function: Callable) -> bytes:
         return getattr(getattr(function, "__code__", None), "co_code", b"")
 
 
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
+def digest(*parts: bytes) -> str:
+    made = hashlib.sha256()
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:16]
+        made.update(len(part).to_bytes(8, "little") + part)
+    return made.hexdigest()[:16]
 
 
 def _commit() -> str | None:
@@ -251,14 +252,14 @@ def new_run(now: dict) -> dict:
     return {"run": secrets.token_hex(6)} | now
 
 
-def measured_in(identity: dict, args: GRPOArguments) -> str:
+def measured_in(identity: dict, rows: dict[str, list[int]]) -> str:
     """Names the run and the rows of its validation: scores with the same name can be compared."""
     sets = {name: one["content"] for name, one in identity["data"].items() if name != "train"}
-    return f"{identity['run']} {_digest(json.dumps([sets, args.eval_limit], sort_keys=True).encode())}"
+    return f"{identity['run']} {digest(json.dumps([sets, rows], sort_keys=True).encode())}"
 
 
 def claim(out: Path, identity: dict) -> None:
     """Write OUT/run.json. ValueError while another process trains there."""
     out.mkdir(parents=True, exist_ok=True)
-    lock(out / ".lock", f"another process is training in {out}: wait for it, or set another OUT")
+    lock_out(out)
     write_atomically(out / FILE, f"{json.dumps(identity, indent=2)}\n".encode())

@@ -10,9 +10,10 @@ from . import disk, run_identity
 from .arguments import GRPOArguments
 from .complete import checkpoint_fault, complete_marker, move_aside, newest_complete, own_checkpoints
 from .install import holds_something
-from .lock import lock
+from .lock import lock_submission
 from .machine_checks import number_of
 from .pickles import refuse_code
+from .rounds import files_that_define
 from .submission import refuse_place
 
 Found = tuple[list[str], list[str]]  # lines, faults
@@ -48,6 +49,7 @@ def check_start(run) -> Found:
     now = run_identity.describe(
         run.recipe, run.args, run.base, functions, run.data, run.rows, run.validation_sets
     )
+    now["flags"] |= files_that_define(run)
     run.identity, lines = run_identity.judge(run.out, now, run.done, run.recipe.accept_changes)
     return lines, []
 
@@ -57,13 +59,8 @@ def begin(run) -> None:
     are renamed: left there, they would be taken for newer ones than those to come. ValueError while another
     process writes there."""
     run_identity.claim(run.out, run.identity)
-    if run.recipe.submission_dir:  # two writers would take the model that one of them is writing for theirs
-        submission = Path(run.recipe.submission_dir).resolve()
-        submission.parent.mkdir(parents=True, exist_ok=True)
-        lock(
-            submission.with_name(f".{submission.name}.lock"),
-            f"another process trains into {submission}: wait for it, or set another SUBMISSION",
-        )
+    if run.recipe.submission_dir:
+        lock_submission(Path(run.recipe.submission_dir))
     for folder in own_checkpoints(run.out, run.identity["run"]):
         if run.done and complete_marker(folder)["step"] > run.done[1]["step"]:
             aside = move_aside(folder)

@@ -60,7 +60,7 @@ def ensure_submission(base: str | Path, submission: str | Path) -> bool:
     if fault := _shortage(base, submission, copies=1 if stands else 2):
         raise ValueError(f"{fault}; make room or set SUBMISSION to a folder on a larger disk.")
     if stands:
-        if fault := is_valid_model(submission) or _header_fault(base, submission):
+        if fault := is_valid_model(submission) or header_fault(base, submission):
             raise ValueError(_left_alone(submission, fault))
         return True
     try:
@@ -82,11 +82,12 @@ def refuse_place(base: Path, submission: Path) -> None:
         raise ValueError(f"SUBMISSION {submission} would overwrite the base model {base}; set it elsewhere.")
     if os.path.exists(submission) and not submission.is_dir():
         raise ValueError(f"SUBMISSION {submission} is not a folder; set it to a new or empty folder.")
-    if holds_something(submission) and (fault := _header_fault(base, submission)):
+    if holds_something(submission) and (fault := header_fault(base, submission)):
         raise ValueError(_left_alone(submission, fault))
 
 
-def _header_fault(base: Path, submission: Path) -> str | None:
+def header_fault(base: Path, submission: Path) -> str | None:
+    """Why the folder holds no whole model with the base's tensors, as headers tell; None when it does."""
     try:
         refuse_other_kinds(submission)
         for file in weight_files(submission):

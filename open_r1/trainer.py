@@ -36,6 +36,7 @@ from .row_sampler import RowSampler
 from .sampling import Sampling
 from .saving import SavesCheckpoints
 from .scoring import add_scoring_forward
+from .selection import rows_right
 from .training_rows import TrainingRow
 from .views import TokenWeigher
 from .weights import copy_weights, use_leaf_modules
@@ -84,6 +85,9 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.row_sampler = RowSampler(args, data, rows)
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
         self.keep_best, self.weigher = keep_best, weigher
+        self.validation_rows = {
+            name: validation.pick_rows(len(data), args.eval_limit) for name, data in validation_sets.items()
+        }
         self.ref_model = add_scoring_forward(ref_model).eval() if ref_model is not None else None
         super().__init__(
             model=add_scoring_forward(model),
@@ -212,16 +216,16 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         stoppable = self.at_rollout_boundary()
         with control.timed("validation"):
             for name, data in self.validation_sets.items():
-                rows = validation.pick_rows(len(data), args.eval_limit)
                 examples = validation.evaluate(
-                    self.engine, self.eval_encoder, data, rows=rows,
+                    self.engine, self.eval_encoder, data, rows=self.validation_rows[name],
                     batch_size=args.per_device_eval_batch_size, rank=args.process_index,
                     world_size=args.world_size, num_workers=args.dataloader_num_workers, name=name,
                     interrupted=control.signalled if stoppable else None,
                 )  # fmt: skip
                 if stoppable:
                     control.agree_on_signal()
-                summaries[name] = validation.summarize(validation.gather_examples(examples))
+                examples = validation.gather_examples(examples)
+                summaries[name] = validation.summarize(examples) | {"rows": rows_right(examples)}
         return summaries
 
     def offer(self, score: float, summaries: dict[str, dict]) -> bool:
@@ -258,6 +262,8 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             self.rewards.restore(info["reward_failures"])
             self.finite.restore(info["not_finite"])
             self.row_sampler.restore(info, info["step"] // self.args.updates_per_rollout)
+            if self.keep_best:
+                self.keep_best.chosen_score = info["chosen_score"]
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
             if self.validation_is_due():  # it was interrupted after the last update
@@ -289,6 +295,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         return self.run_control.state() | {
             "validated_at": self.validated_at,
             "best_score": self.best_score,
+            "chosen_score": self.keep_best.chosen_score if self.keep_best else -1.0,
             "reward_failures": self.rewards.failures,
             "not_finite": self.finite.state(),
             **self.row_sampler.state(),

@@ -49,6 +49,9 @@ case "$*" in
         [[ ${STUB_PIP:-0} == 0 ]] || exit "$STUB_PIP"
         touch "$(dirname "$me")/installed" ;;
     *status.py*) exit "${@: -1}" ;;
+    *finalize.py*)
+        [[ -z ${STUB_FINALIZE_SLEEP:-} ]] || exec sleep "$STUB_FINALIZE_SLEEP"
+        exit "${STUB_FINALIZE:-0}" ;;
     *selfcheck.py*)
         [[ -z ${STUB_SELFCHECK_SLEEP:-} ]] || exec sleep "$STUB_SELFCHECK_SLEEP"
         exit "${STUB_SELFCHECK:-0}" ;;
@@ -328,6 +331,23 @@ def test_exit_codes_pass_through(full_box: Box, gpus: int):
     assert full_box.run(STUB_GPUS=gpus, STUB_SELFCHECK=2).returncode == 2
 
 
+def test_averaging_comes_between_training_and_self_check(full_box: Box):
+    assert full_box.run("--output_dir", "logs").returncode == 0
+    order = [name for call in full_box.calls for name in map(last_name, call[1:2]) if name.endswith(".py")]
+    assert order[-4:] == ["grpo.py", "status.py", "finalize.py", "selfcheck.py"]
+    assert full_box.calls_with("finalize.py")[0][2:] == ["logs"]
+    failed = full_box.run(STUB_FINALIZE=1)  # the model that training chose stands there and is checked
+    assert failed.returncode == 1 and full_box.calls_with("selfcheck.py")
+    assert "averages and mixtures were not looked at" in failed.stderr
+    for no in ("false", "No"):
+        assert full_box.run("--finalize", no).returncode == 0
+        assert full_box.calls_with("finalize.py") == [] and full_box.calls_with("selfcheck.py")
+
+
+def last_name(path: str) -> str:
+    return path.split("/")[-1]
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--max_steps", "3", "-h"]])
 def test_help_is_text_alone(box: Box, words: list[str]):
     """Nothing is installed, drawn or trained for it, with and without data."""
@@ -343,11 +363,12 @@ def test_a_file_of_flags_is_refused(full_box: Box):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_the_self_check_ends_it_too(full_box: Box, number: signal.Signals):
-    environment = full_box.environment({"STUB_SELFCHECK_SLEEP": 61.25})
+@pytest.mark.parametrize("part", ["finalize", "selfcheck"])
+def test_a_signal_after_training_ends_the_rest_too(full_box: Box, number: signal.Signals, part: str):
+    environment = full_box.environment({f"STUB_{part.upper()}_SLEEP": 61.25})
     command = ["bash", full_box.repo / "train.sh"]
     script = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    while not full_box.calls_with("selfcheck.py"):
+    while not full_box.calls_with(f"{part}.py"):
         time.sleep(0.02)
     time.sleep(0.1)
     script.send_signal(number)
