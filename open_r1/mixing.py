@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .checkpoint import Slot, file_fault, fsync, read_header, temporary, tensor_slots
 
-CHUNK = 2**24  # values that are read at once: 64 MB in float32
+CHUNK = 2**22  # values that are read at once: 16 MB in float32
 
 
 class Weights:
@@ -49,9 +49,11 @@ class Weights:
         slot = self.slots[name]
         with open(self.folder / slot.file, "rb") as file:
             file.seek(slot.start)
+            chunk = torch.empty(min(CHUNK, total.numel()), dtype=slot.dtype)
             for part in total.view(-1).split(CHUNK):
-                values = bytearray(file.read(part.numel() * slot.dtype.itemsize))
-                part.add_(torch.frombuffer(values, dtype=slot.dtype).float(), alpha=weight)
+                values = chunk[: part.numel()]
+                file.readinto(values.view(torch.uint8).numpy())
+                part.add_(values.float(), alpha=weight)
 
 
 def mix(parts: Sequence[tuple[Weights, float]]) -> Iterator[tuple[str, Tensor]]:

@@ -73,12 +73,14 @@ def first_weights(recipe: RecipeArguments, out: Path, base: Path) -> Path:
     return on_rank_zero(copy)
 
 
-def files_that_define(run) -> dict[str, str | None]:
-    """Flags of files, for run.json: what is in them counts."""
-    recipe = run.recipe
-    rows = digest(Path(recipe.selection_rows).read_bytes()) if recipe.selection_rows else None
-    init = model_content(run.start_from) if recipe.init_from else None
-    return {"init_from": init, "selection_rows": rows}
+def files_that_define(run) -> dict[str, str]:
+    """Flags that are given and name files, for run.json: what is in them counts."""
+    recipe, found = run.recipe, {}
+    if recipe.selection_rows:
+        found["selection_rows"] = digest(Path(recipe.selection_rows).read_bytes())
+    if recipe.init_from:
+        found["init_from"] = model_content(run.start_from)
+    return found
 
 
 # --- What it is measured on and against

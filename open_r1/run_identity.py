@@ -30,7 +30,7 @@ PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate")
 NOT_DEFINING = {
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "val_dataset",
     "ood_val_dataset", "submission_dir", "max_reward_failures", "reward_timeout", "check_data",
-    "select_level", "keep_top", "finalize", "finalize_minutes", "wise_alphas", "init_from", "selection_rows",
+    "select_level", "keep_top", "finalize", "finalize_minutes", "wise_alphas",
     "skip_bad_rows", "dry_run", "accept_changes", "max_hours", "max_hours_cumulative", "patience",
     "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "save_steps",
     "gradient_checkpointing", "on_nonfinite", "max_nonfinite",
