@@ -55,7 +55,7 @@ def rotate_and_store(
 
 @triton.jit
 def _attend(
-    query, key, value, mask, newest, out, slots, scale,
+    query, key, value, lengths, first_new, newest, out, slots, scale,
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -64,19 +64,23 @@ def _attend(
     place = ((row * KV_HEADS + head) * GROUP + of_group[:, None]) * D + of_head[None]  # [GROUP_ROWS, D]
     inside = of_group[:, None] < GROUP
     q = tl.load(query + place, mask=inside, other=0.0)
-    first = (row * KV_HEADS + head).to(tl.int64) * slots * D
+    start_of_row = (row * KV_HEADS + head).to(tl.int64) * slots * D
+    length = tl.load(lengths + row)
+    hidden = tl.load(first_new) - length  # slots between the prompt and the new tokens
+    used = tl.load(newest) + 1 - hidden
     highest = tl.full([GROUP_ROWS], -1e30, tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     sums = tl.zeros([GROUP_ROWS, D], tl.float32)
-    for start in range(0, tl.load(newest) + 1, BLOCK):
-        slot = start + of_block
-        seen = tl.load(mask + row * slots + slot, mask=slot < slots, other=0) != 0
-        where = first + slot[:, None] * D + of_head[None]  # [BLOCK, D]
+    for start in range(0, used, BLOCK):
+        number = start + of_block  # of the slots that the row uses
+        slot = tl.where(number < length, number, number + hidden)
+        seen = number < used
+        where = start_of_row + slot[:, None] * D + of_head[None]  # [BLOCK, D]
         k = tl.load(key + where, mask=seen[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         scores = tl.where(seen[None], scores, -1e30)  # [GROUP_ROWS, BLOCK]
         raised = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.where(seen[None], tl.exp(scores - raised[:, None]), 0.0)
+        weights = tl.exp(scores - raised[:, None])  # 0 where unseen: every block has a seen slot
         shrink = tl.exp(highest - raised)
         v = tl.load(value + where, mask=seen[:, None], other=0.0)
         total = total * shrink + tl.sum(weights, 1)
@@ -86,16 +90,16 @@ def _attend(
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, newest: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, first: Tensor, newest: Tensor, scale: float
 ) -> Tensor:
-    """query [B, heads, 1, D], key and value [B, kv heads, S, D], mask [B, S] bool, `newest` [1] the last
-    filled slot -> [B, 1, heads, D]. Every row must see a slot."""
+    """query [B, heads, 1, D], key and value [B, kv heads, S, D] -> [B, 1, heads, D]. A row sees the slots
+    below its `lengths` [B] and those from `first` to `newest`, [1] each."""
     batch, heads, _, size = query.shape
     kv_heads, slots = key.shape[1:3]
     group = heads // kv_heads
     out = torch.empty_like(query)
     _attend[(batch, kv_heads)](
-        query, key, value, mask.view(torch.uint8), newest, out, slots, scale,
+        query, key, value, lengths, first, newest, out, slots, scale,
         GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), KV_HEADS=kv_heads, D=size,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **LAUNCH,
     )  # fmt: skip

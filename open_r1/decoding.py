@@ -4,8 +4,10 @@ Legend
   B  rows of the batch       H  hidden size       V  vocabulary       D  head size
   S  slots of the key/value cache (longest prompt + new tokens)
 Prompts fill slots 0..P-1; the t-th new token of every row stands in the same slot, `longest prompt + t`, and
-a boolean mask hides the slots that a row does not use.
+the slots between a shorter prompt and those are hidden.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +57,14 @@ class SlotCache:
         shape = (rows, text.num_key_value_heads, slots, size)
         layers = range(text.num_hidden_layers)
         self.keys, self.values = ([weight.new_zeros(shape) for _ in layers] for _ in range(2))
-        self.slot = torch.zeros(1, dtype=torch.long, device=weight.device)  # where the next token is written
+        # Slots that a row uses: those below its length, and first..slot, where its newest token is written.
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=weight.device)
+        self.first, self.slot = torch.zeros(2, 1, dtype=torch.long, device=weight.device).unbind(0)
+
+    def used(self, visible: int) -> Tensor:
+        """Which of the first `visible` slots a row uses, none of which lies behind the newest: [B, visible]."""
+        slots = torch.arange(visible, device=self.slot.device)
+        return (slots < self.lengths[:, None]) | (slots >= self.first)
 
 
 class PrefillWriter:
@@ -89,7 +98,6 @@ class DecodeBatch:
     def __init__(self, model: nn.Module, rows: int, slots: int, max_new_tokens: int):
         device = model.device
         self.cache = SlotCache(model, rows, slots)
-        self.mask = torch.zeros(rows, slots, dtype=torch.bool, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)  # the newest token of each row
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)  # its M-RoPE position
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -103,8 +111,8 @@ class DecodeBatch:
     def state(self) -> list[Tensor]:
         """What a step changes, apart from keys and values that it writes before it reads them."""
         tensors = [
-            self.mask, self.tokens, self.positions, self.done, self.t, self.token_ids, self.logps,
-            self.cache.slot,
+            self.tokens, self.positions, self.done, self.t, self.token_ids, self.logps,
+            self.cache.lengths, self.cache.first, self.cache.slot,
         ]  # fmt: skip
         return tensors if self.seen is None else [*tensors, self.seen]
 
@@ -113,14 +121,16 @@ def decode_step(model: nn.Module, layers: DecodeLayers, batch: DecodeBatch, visi
     """Feeds the newest token of every row: the logits [B, V] of the next ones. The CPU looks at the first
     `visible` slots only; a captured graph cannot know how many there are, and its kernel does."""
     text, cache, device = model.model.language_model, batch.cache, batch.tokens.device
-    attend = attend_on_cuda if device.type == "cuda" else attend_on_cpu
-    batch.mask.index_fill_(1, cache.slot, True)
+    if device.type == "cuda":
+        attend = attend_on_cuda
+    else:
+        attend = partial(attend_on_cpu, used=cache.used(visible)[:, None, None])
     x = text.embed_tokens(batch.tokens[:, None])  # [B, 1, H]
     cos, sin = text.rotary_emb(x, batch.positions[None, :, None].expand(3, -1, -1))  # [B, 1, D]
     for number, (layer, (qkv, gate_up)) in enumerate(zip(layers.layers, layers.joined, strict=True)):
         norm = layer.input_layernorm
         joint = fused(normed_linear, device)(x, norm.weight, norm.variance_epsilon, *qkv)
-        attended = attend(layer.self_attn, joint, cos, sin, batch, number, visible)  # [B, 1, heads, D]
+        attended = attend(layer.self_attn, joint, cos, sin, cache, number)  # [B, 1, heads, D]
         norm = layer.post_attention_layernorm
         x = fused(decoder_outputs, device)(
             x, attended, layer.self_attn.o_proj.weight, norm.weight, norm.variance_epsilon, [gate_up],
@@ -135,29 +145,28 @@ def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Ten
     return F.linear(rms_norm(x, norm, eps), weight, bias)
 
 
-def attend_on_cuda(
-    attention: nn.Module, joint: Tensor, cos, sin, batch: DecodeBatch, number: int, visible: int
-) -> Tensor:
+def attend_on_cuda(attention: nn.Module, joint: Tensor, cos, sin, cache: SlotCache, number: int) -> Tensor:
     from .decode_kernel import decode_attention, rotate_and_store  # Triton comes with CUDA builds of torch
 
-    keys, values, slot = batch.cache.keys[number], batch.cache.values[number], batch.cache.slot
-    query = rotate_and_store(joint, cos, sin, keys, values, slot)
-    return decode_attention(query, keys, values, batch.mask, slot, attention.scaling)
+    keys, values = cache.keys[number], cache.values[number]
+    query = rotate_and_store(joint, cos, sin, keys, values, cache.slot)
+    used = cache.lengths, cache.first, cache.slot
+    return decode_attention(query, keys, values, *used, attention.scaling)
 
 
 def attend_on_cpu(
-    attention: nn.Module, joint: Tensor, cos, sin, batch: DecodeBatch, number: int, visible: int
+    attention: nn.Module, joint: Tensor, cos, sin, cache: SlotCache, number: int, used: Tensor
 ) -> Tensor:
-    keys, values = batch.cache.keys[number], batch.cache.values[number]
-    kv_heads, size = keys.shape[1], keys.shape[3]
+    """As attend_on_cuda; `used` [B, 1, 1, visible] says which slots are looked at."""
+    keys, values = cache.keys[number], cache.values[number]
+    kv_heads, size, visible = keys.shape[1], keys.shape[3], used.shape[-1]
     joint = joint.unflatten(-1, (-1, size)).transpose(1, 2)  # [B, heads + 2 kv heads, 1, D]
     query, key, value = joint.split((joint.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     cos, sin = cos[:, None], sin[:, None]  # [B, 1, 1, D]
-    keys.index_copy_(2, batch.cache.slot, rotated(key, cos, sin))
-    values.index_copy_(2, batch.cache.slot, value)
-    seen = batch.mask[:, None, None, :visible]
+    keys.index_copy_(2, cache.slot, rotated(key, cos, sin))
+    values.index_copy_(2, cache.slot, value)
     query, keys, values = rotated(query, cos, sin), keys[:, :, :visible], values[:, :, :visible]
-    return packed_attention(attention, query, keys, values, seen, attention.scaling)[0]
+    return packed_attention(attention, query, keys, values, used, attention.scaling)[0]
 
 
 def choose(

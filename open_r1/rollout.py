@@ -178,10 +178,11 @@ class FastEngine(Engine):
             start = stop
         for number, prompt in enumerate(prompts):
             rows = slice(number * num_generations, (number + 1) * num_generations)
-            batch.mask[rows, : prompt.input_ids.numel()] = True
+            batch.cache.lengths[rows] = prompt.input_ids.numel()
             batch.positions[rows] = prompt.next_position
             if batch.seen is not None:
                 batch.seen[rows, prompt.input_ids.to(self.device)] = True
+        batch.cache.first.fill_(longest)
         batch.cache.slot.fill_(longest)
         logits = self.model.lm_head(torch.cat(last_hidden))
         return logits.repeat_interleave(num_generations, dim=0)
