@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LAUNCH = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}
+# Compiled for cards of 48 GB, which have 99 KB of shared memory: 72 KB in 16 bits, 76 KB in 32. Blocks of 128
+# (139 KB) are 7 % faster on an H200.
+BLOCK = {2: 64, 4: 32}  # slots at once, by the bytes of a number
+LAUNCH = {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -101,6 +104,7 @@ def decode_attention(
     _attend[(batch, kv_heads)](
         query, key, value, lengths, first, newest, out, slots, scale,
         GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)), KV_HEADS=kv_heads, D=size,
+        BLOCK=BLOCK[query.element_size()],
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **LAUNCH,
     )  # fmt: skip
     return out.view(batch, 1, heads, size)

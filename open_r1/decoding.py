@@ -62,7 +62,7 @@ class SlotCache:
         self.first, self.slot = torch.zeros(2, 1, dtype=torch.long, device=weight.device).unbind(0)
 
     def used(self, visible: int) -> Tensor:
-        """Which of the first `visible` slots a row uses, none of which lies behind the newest: [B, visible]."""
+        """Which of the first `visible` slots a row uses, [B, visible]. None of them is behind the newest."""
         slots = torch.arange(visible, device=self.slot.device)
         return (slots < self.lengths[:, None]) | (slots >= self.first)
 
