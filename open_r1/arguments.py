@@ -90,6 +90,13 @@ class RecipeArguments:
         default=0.2,
         metadata={"help": "Share of prompts in R1-V's phrasing ('Output …'); the others are the grader's."},
     )
+    augment: bool = field(
+        default=False,
+        metadata={
+            "help": "Change training images so that counts stay true: shrunk by a tenth at most and moved, "
+            "brightness, contrast, blur, JPEG."
+        },
+    )
     min_pixels: int | None = field(
         default=None,
         metadata={"help": "Smallest image area in pixels. None: as the checkpoint's processor says."},
@@ -188,6 +195,13 @@ class GRPOArguments(GRPOConfig):
         metadata={
             "help": "Draw rows by the frequency of their true count to the power of minus this. 0: off; 1: "
             "all counts as often, up to ten times more than by chance."
+        },
+    )
+    noisy_rollout: float = field(
+        default=0.0,
+        metadata={
+            "help": "NoisyRollout: noise on the image that half of each group answers, as a standard "
+            "deviation on pixels of 0 to 1 (0.5 in the paper), falling to 0 over the run. 0: off."
         },
     )
     vocab_limit: int | None = field(

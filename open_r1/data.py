@@ -23,6 +23,7 @@ from pyarrow import parquet
 from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLModel, Qwen2VLProcessor
 
+from open_r1.augment import augmented
 from open_r1.images import DataError, check_size, decode, encoded_images, first_line, open_images
 from open_r1.network import hub_lookup
 from open_r1.processor import refuse_long_prompt, refuse_misfit, refuse_special_tokens, smallest_side
@@ -284,7 +285,8 @@ class _Positions:
 class PromptEncoder:
     """Encodes rows; picklable, so that worker processes can.
 
-    A share `prompt_mix` of the prompts has R1-V's phrasing, the others have the grader's.
+    A share `prompt_mix` of the prompts has R1-V's phrasing, the others have the grader's. With `augment`
+    images are changed as augment.py says, by (seed, row, step) too.
     """
 
     def __init__(
@@ -295,10 +297,12 @@ class PromptEncoder:
         prompt_mix: float,
         keep_images: bool,
         seed: int,
+        augment: bool = False,
     ):
         refuse_misfit(processor, config)
         self.processor, self._positions = processor, _Positions(config)
         self.prompt_mix, self.keep_images, self.seed = prompt_mix, keep_images, seed
+        self.augment = augment
 
     def template(self, row: int, step: int) -> str:
         """The phrasing of a row. A function of (seed, row, step): a resumed run asks the same questions."""
@@ -318,6 +322,9 @@ class PromptEncoder:
             refuse_long_prompt(columns["question"], [image.size for image in images], self.processor)
         except DataError as error:
             raise DataError(f"row {row} of {data.source}: {error}") from error
+        if self.augment:
+            rng = random.Random(f"{self.seed} {row} {step} augment")
+            images = [augmented(image, rng) for image in images]
         messages = conversation(columns["question"], len(images), template or self.template(row, step))
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         inputs = self.processor(text=[text], images=images or None, return_tensors="pt")

@@ -156,6 +156,21 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "other groups in the place of those that teach nothing; set one",
         ),
         (
+            not 0 <= args.noisy_rollout <= 0.95,  # what its 1,000 diffusion steps reach
+            f"--noisy_rollout {args.noisy_rollout:g}: a standard deviation on pixels of 0 to 1; set 0 (off) "
+            "to 0.95",
+        ),
+        (
+            args.noisy_rollout > 0 and (args.num_generations % 2 != 0 or args.vote_generations is not None),
+            f"--noisy_rollout {args.noisy_rollout:g}: half of each group is noised; set an even "
+            "--num_generations and leave out --vote_generations",
+        ),
+        (
+            args.noisy_rollout > 0 and recipe.token_weights is not None,
+            f"--noisy_rollout {args.noisy_rollout:g} with --token_weights {recipe.token_weights}: these "
+            "compare log-probs of the sampled image, and half of the group has another; set one",
+        ),
+        (
             weighted and not args.shuffle_dataset,
             "--shuffle_dataset false: --difficulty_sampling and --count_balance draw rows at random",
         ),

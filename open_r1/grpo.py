@@ -169,8 +169,9 @@ def run(
 
     keep_images = any(reward.wants("images") for reward in rewards)
     encoder = PromptEncoder(
-        processor, policy.config, prompt_mix=recipe.prompt_mix, keep_images=keep_images, seed=args.seed
-    )
+        processor, policy.config, prompt_mix=recipe.prompt_mix, keep_images=keep_images, seed=args.seed,
+        augment=recipe.augment,
+    )  # fmt: skip
     grader = PromptEncoder(
         load_processor(base), policy.config, prompt_mix=0.0, keep_images=False, seed=args.seed
     )

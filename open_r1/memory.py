@@ -123,7 +123,7 @@ def caches(
 ) -> dict[str, int]:
     """Keys and values of the training and of the validation batch, which both stay for their captured graphs,
     with the logits and probabilities of these graphs."""
-    text, rollout = config.get_text_config(), args.prompts_per_rollout // args.processes
+    text, rollout = config.get_text_config(), args.prompts_drawn // args.processes
     rows = rollout * args.completions_drawn
     batches = {"rollout's keys and values": (rows, train.tokens + args.max_completion_length, 12)}
     if evals:
@@ -151,7 +151,7 @@ def phases(config: Qwen2VLConfig, parameters: int, args: GRPOArguments, train: L
 def prefill(config: Qwen2VLConfig, args: GRPOArguments, train: Longest) -> int:
     """One prefill row: its MLPs' inputs, and the vision tower's with the pixels in float32."""
     text, vision, low = config.get_text_config(), config.vision_config, low_bytes(args)
-    prompts = args.prompts_per_rollout // args.processes
+    prompts = args.prompts_drawn // args.processes
     together = min(prompts, PREFILL_TOKENS[args.device.type] // train.tokens + 1)
     tokens, patches = together * train.tokens, together * train.patches
     width = vision.embed_dim

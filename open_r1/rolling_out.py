@@ -10,6 +10,7 @@ Legend
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class RollsOut:
         per_completion = self.gather(completion_numbers(drawn.prompts, drawn.groups))
         logs |= rollout_metrics(per_completion, rewards, per_function, names)
         logs |= self.rewards.numbers() | self.vote_metrics(drawn)
+        logs |= self.noisy.metrics(number, rewards) if self.noisy else {}
         if args.oversample > 1:
             drawn, per_function, rewards = self.keep_informative(drawn, per_function, rewards)
             logs["oversample/informative"] = 1 - float(equal_rewards(rewards).float().mean())
@@ -82,7 +84,8 @@ class RollsOut:
         args = self.args
         numbers = [place + attempt * args.prompts_per_rollout for place in places]
         keys = sampling_keys(args.seed, number, numbers, args.completions_drawn)
-        voters = self.engine.generate(
+        generate = partial(self.noisy.generate, number) if self.noisy else self.engine.generate
+        voters = generate(
             prompts, args.completions_drawn, self.sampling, keys, self.run_control.interrupted
         )
         groups = [group[: args.num_generations] for group in voters]

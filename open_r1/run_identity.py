@@ -74,7 +74,7 @@ def defining_flags(recipe: RecipeArguments, args: GRPOArguments) -> dict[str, An
     names = (own | HONOURED | DEFINING) - NOT_DEFINING
     flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
     flags |= {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in NOT_DEFINING}
-    if _schedule_depends_on_the_end(args):
+    if _schedule_depends_on_the_end(args) or args.noisy_rollout:
         flags["max_steps"] = args.max_steps
     if args.deepspeed:
         flags |= _flat("deepspeed", args.deepspeed_settings)

@@ -28,6 +28,7 @@ from .data import CountingData, PromptEncoder
 from .data_loader import rollout_prompts
 from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
+from .noisy_rollout import NoisyRollout
 from .packing import PackedRow
 from .rewards import RewardCaller
 from .rolling_out import RollsOut
@@ -83,6 +84,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.run_control = run_control or RunControl()
         self.engine, self.train_rows, self.encoder, self.rewards = engine, list(rows), encoder, rewards
         self.row_sampler = RowSampler(args, data, rows)
+        self.noisy = NoisyRollout(args, engine, processor.image_processor) if args.noisy_rollout else None
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
         self.keep_best, self.weigher = keep_best, weigher
         self.validation_rows = {

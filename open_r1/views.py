@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,13 @@ def black_patches(pixels: Tensor, generator: torch.Generator) -> Tensor:
     return pixels.masked_fill(black[:, None, None, None], 0.0)
 
 
-def mild_noise(pixels: Tensor, generator: torch.Generator) -> Tensor:
+def noised(deviation: float, pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Variance-preserving noise, the same in both frames of a still image."""
     noise = torch.randn(pixels[:, :, :1].shape, generator=generator, device=pixels.device)
-    return (math.sqrt(1 - NOISE**2) * pixels + NOISE * noise).clamp(0, 1)
+    return (math.sqrt(1 - deviation**2) * pixels + deviation * noise).clamp(0, 1)
 
 
-VIEWS: dict[str, Callable] = {"destroyed": black_patches, "perturbed": mild_noise}
+VIEWS: dict[str, Callable] = {"destroyed": black_patches, "perturbed": partial(noised, NOISE)}
 
 
 class ImageViews:
@@ -61,16 +62,17 @@ class ImageViews:
         self.mean, self.std = (torch.tensor(one, device=device)[:, None, None] for one in (mean, std))
 
     def __call__(self, prompt: Prompt, rollout: int, names: Sequence[str]) -> list[Prompt]:
+        prompt = replace(prompt, pixel_values=to_device(prompt.pixel_values, self.device))
+        return [self.view(prompt, rollout, name, VIEWS[name]) for name in names]
+
+    def view(self, prompt: Prompt, rollout: int, name: str, change: Callable) -> Prompt:
+        """One view, named for its own random numbers."""
         given = to_device(prompt.pixel_values, self.device)
         patches = given.view(len(given), len(self.mean), self.frames, -1)  # [P, channels, frames, values]
-        pixels, made = patches * self.std + self.mean, []
-        for name in names:
-            generator = torch.Generator(self.device).manual_seed(
-                noise_key(self.seed, rollout, prompt.row, name)
-            )
-            view = (VIEWS[name](pixels, generator) - self.mean) / self.std
-            made.append(replace(prompt, pixel_values=view.view_as(given)))
-        return made
+        key = noise_key(self.seed, rollout, prompt.row, name)
+        generator = torch.Generator(self.device).manual_seed(key)
+        changed = (change(patches * self.std + self.mean, generator) - self.mean) / self.std
+        return replace(prompt, pixel_values=changed.view_as(given))
 
 
 # --- the weights of a rollout -----------------------------------------------------------------------------
