@@ -173,7 +173,7 @@ def results_file(**changed) -> dict:
         numbers = {name: {"parsed_pct": 100.0, "mean_tokens": 9.0} for name in report.SETS}
         numbering = {"labels_right": 50.0, "chance": 30.0, "bound_of_correct": None}
         return {
-            "arm": arm, "seed": seed, "seconds": {"updates": 10.0 + seed}, "curve": [{"step": 0, "score":
+            "arm": arm, "seed": seed, "seconds": {"update": 10.0 + seed}, "curve": [{"step": 0, "score":
             1.0}], "models": {"submission": {"rows": dict.fromkeys(report.SETS, bits), "numbers": numbers}},
             "readouts": {
                 "kl": {"k3": 0.1, "far": 0.02}, "image": {"gap": 20.0},

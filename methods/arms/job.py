@@ -37,9 +37,14 @@ def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
     if plan.given(todo["command"], "finalize"):  # as train.sh does
         subprocess.run([sys.executable, ROOT / "open_r1/finalize.py", run], check=True)
     models = {"submission": run / "submission"}
-    if submitted_step(run) != todo["max_steps"]:
-        models["last"] = run / f"checkpoint-{todo['max_steps']}"
+    last = max(run.glob("checkpoint-*"), key=step_of)  # of the last update, also where a watch ended the run
+    if submitted_step(run) != step_of(last):
+        models["last"] = last
     return models
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
 
 
 def submitted_step(run: Path) -> int:
@@ -71,7 +76,7 @@ def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
 # --- what a run wrote
 
 
-def history(run: Path, max_steps: int) -> dict[str, Any]:
+def history(run: Path) -> dict[str, Any]:
     """Of OUT/logs.jsonl: the validation curve, what was logged last, and the seconds."""
     if (run / "sft.json").exists():
         sft = json.loads((run / "sft.json").read_text())
@@ -89,8 +94,8 @@ def history(run: Path, max_steps: int) -> dict[str, Any]:
     ]
     return {
         "seconds": {
-            "updates": max_steps * sum(steps) / len(steps),
-            "train": next(line["train_runtime"] for line in lines if "train_runtime" in line),
+            "updates": updates[-1]["step"] * sum(steps) / len(steps),
+            "update": sum(steps) / len(steps),
         },
         "curve": [{"step": 0, "score": baseline(run)}, *curve],
         "log": [{"step": line["step"], **{k: round(line[k], 4) for k in LOGGED}} for line in updates],
@@ -178,7 +183,7 @@ def main() -> None:
     shutil.rmtree(run, ignore_errors=True)  # of this job, cut before it ended: it begins anew
     models = train(job, todo)
     trained = time.time()
-    result = todo | history(run, todo["max_steps"]) | measure(job, todo, models)
+    result = todo | history(run) | measure(job, todo, models)
     if (run / "run.json").exists():
         result["identity"] = json.loads((run / "run.json").read_text())
         result["submitted_step"] = submitted_step(run)

@@ -208,14 +208,14 @@ def cost(one: dict, results: dict) -> str:
     lines = []
     for arm in one["arms"]:
         seeds = sorted(set(seeds_of(results, arm)) & set(seeds_of(results, one["reference"])))
-        if arm == one["reference"] or not seeds or "updates" not in results[arm, seeds[0]]["seconds"]:
+        if arm == one["reference"] or not seeds or "update" not in results[arm, seeds[0]]["seconds"]:
             continue
         ratios = [
-            results[arm, seed]["seconds"]["updates"] / results[one["reference"], seed]["seconds"]["updates"]
+            results[arm, seed]["seconds"]["update"] / results[one["reference"], seed]["seconds"]["update"]
             for seed in seeds
         ]
         lines.append(f"{arm} {np.mean(ratios):.2f}")
-    return f"Seconds of training as a multiple of {one['reference']}'s: {', '.join(lines)}." if lines else ""
+    return f"Seconds an update as a multiple of {one['reference']}'s: {', '.join(lines)}." if lines else ""
 
 
 # --- the page

@@ -131,7 +131,7 @@ def run_jobs(jobs: list[Job], args: argparse.Namespace, finished) -> None:
 
 def next_job(waiting: list[Job], took: dict[str, float], guess: float, left: float) -> Job | None:
     """The first that can start and would end in the seconds that are `left`: it takes as long as its arm
-    took, or the slowest other, or what was guessed. A control waits to know how long its reference trained."""
+    took, or the slowest other, or what was guessed. A control waits for its reference, whose time it gets."""
     longest = max((seconds for arm, seconds in took.items() if arm != "base"), default=guess)
     for job in waiting:
         reference = job.todo.get("as_long_as")
