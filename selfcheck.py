@@ -41,7 +41,7 @@ def use_project_python() -> None:
         raise Refused(refusal(outside))
 
 
-def parse() -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     env = os.environ.get
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=env("SUBMISSION") or "/app/submission", help="folder of the model")
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--num_processes", type=int, help="default: one per visible GPU, or one on the CPU")
     parser.add_argument("--dataloader_num_workers", type=int, default=2, help="per process, to encode images")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def name_sets(folders: list[str]) -> dict[str, str]:

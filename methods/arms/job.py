@@ -20,6 +20,7 @@ from methods.arms.plan import BASE, DATA
 
 SETS = ("test_val", "test_B", "test_ood")
 PROBE = 40  # steps that tell the speed of SFT
+FINALIZE_ROWS = 150  # of each validation set, for each candidate
 
 
 # --- training
@@ -33,14 +34,20 @@ def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
     if todo["kind"] == "sft":
         continue_sft(job, todo, run)
         return {"submission": run}
-    subprocess.run([sys.executable, ROOT / "open_r1/grpo.py", *todo["command"]], check=True)
+    run_script("open_r1/grpo.py", *todo["command"])
     if plan.given(todo["command"], "finalize"):  # as train.sh does
-        subprocess.run([sys.executable, ROOT / "open_r1/finalize.py", run], check=True)
+        run_script("open_r1/finalize.py", run, "--limit", str(FINALIZE_ROWS))
     models = {"submission": run / "submission"}
     last = max(run.glob("checkpoint-*"), key=step_of)  # of the last update, also where a watch ended the run
     if submitted_step(run) != step_of(last):
         models["last"] = last
     return models
+
+
+def run_script(script: str, *words: str | Path) -> None:
+    """Ends this process with its exit code where it fails; why then stands at the end of the log."""
+    if code := subprocess.run([sys.executable, ROOT / script, *words]).returncode:
+        sys.exit(code)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -118,10 +125,18 @@ def measure(job: Path, todo: dict[str, Any], models: dict[str, Path]) -> dict[st
     measured = {}
     for name, folder in models.items():
         out = job / f"{name}_check"
-        args = argparse.Namespace(
-            model=str(folder), limit=todo["test_limit"], engine="fast", out=str(out), batch_size=250,
-            dtype="auto", dataloader_num_workers=0,
-        )  # fmt: skip
+        words = [
+            "--model",
+            str(folder),
+            "--out",
+            str(out),
+            "--batch_size",
+            "250",
+            "--dataloader_num_workers",
+            "0",
+        ]
+        words += ["--limit", str(todo["test_limit"])] if todo["test_limit"] else []
+        args = selfcheck.parse(words)
         selfcheck.answer(0, 1, args, {name: str(DATA / name) for name in SETS})
         measured[name] = read_check(out)
     return {"models": measured, "readouts": read_out(job, todo, list(models.values())[-1], list(models)[-1])}

@@ -84,6 +84,7 @@ def shared_flags(args: argparse.Namespace) -> dict[str, Any]:
         "max_steps": args.max_steps, "eval_steps": args.eval_steps, "eval_limit": args.eval_limit,
         "save_steps": args.max_steps,  # the last policy, to be measured
         "per_device_eval_batch_size": args.eval_limit, "patience": args.max_steps,
+        "finalize": False, "keep_top": 0,  # an arm of its own
     }  # fmt: skip
 
 
