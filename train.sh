@@ -186,24 +186,41 @@ if [[ -n $dry_run ]] && ! is_off "$dry_run"; then
 fi
 
 started=$(date +%s)
-if ((NUM_GPUS == 0)); then
-    run_stoppable "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
-else
-    launch=(
-        --num_processes "$NUM_GPUS"
-        --num_machines 1
-        --main_process_port 0       # a free one: two runs on a machine do not collide
-        --mixed_precision no        # --bf16 decides
-        --dynamo_backend no
-        --use_deepspeed
-        --deepspeed_config_file "$ROOT/zero3.json"
-    )
-    # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and later).
-    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
-    # `accelerate launch` of this very Python, wherever its scripts lie.
-    run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
-        --deepspeed "$ROOT/zero3.json" "$@"
-fi
+# train FLAGS...: the run, from its newest checkpoint; leaves its exit code in `code`.
+train() {
+    if ((NUM_GPUS == 0)); then
+        run_stoppable "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
+    else
+        launch=(
+            --num_processes "$NUM_GPUS"
+            --num_machines 1
+            --main_process_port 0       # a free one: two runs on a machine do not collide
+            --mixed_precision no        # --bf16 decides
+            --dynamo_backend no
+            --use_deepspeed
+            --deepspeed_config_file "$ROOT/zero3.json"
+        )
+        # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and
+        # later).
+        export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
+        # `accelerate launch` of this very Python, wherever its scripts lie.
+        run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
+            --deepspeed "$ROOT/zero3.json" "$@"
+    fi
+}
+
+more=() # flags for smaller rows
+train "$@"
+for attempt in 1 2; do
+    [[ $code != 0 && -z $passed ]] || break
+    mapfile -t smaller < <("$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" smaller "$attempt")
+    [[ -n ${smaller[*]} ]] || break
+    more+=("${smaller[@]}")
+    echo "train.sh: no memory was left: the run goes on from its newest complete checkpoint with smaller rows, attempt" \
+        "$attempt of at most 2: ${more[*]}" >&2
+    started=$(date +%s)
+    train "$@" "${more[@]}"
+done
 "$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0
 
 # --- the best model, averages and mixtures with the base: the best of all

@@ -253,6 +253,13 @@ class GRPOArguments(GRPOConfig):
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute activations: less memory, slower."}
     )
+    rehearse: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Make the longest row and rollout before the first update, so that memory fails then or "
+            "never. Default: on a GPU."
+        },
+    )
     bf16: bool | None = field(
         default=None, metadata={"help": "bf16 compute over float32 master weights. Default: on a GPU."}
     )
@@ -264,6 +271,8 @@ class GRPOArguments(GRPOConfig):
             raise ValueError("--eval_steps 0: set 1 or more, or --eval_strategy no")
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        if self.rehearse is None:
+            self.rehearse = torch.cuda.is_available() and not self.use_cpu
         # GRPOConfig's own __post_init__ counts completions and refuses one prompt group a device; ours
         # counts prompts.
         with warnings.catch_warnings():  # of a new name that only the newest transformers knows

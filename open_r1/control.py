@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .arguments import GRPOArguments
-from .status import write_status
+from .failed_peers import end_with_failed_peers
+from .memory import flags_of, smaller_rows
+from .status import AGAIN, NO_MEMORY, OUT_OF_MEMORY, write_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal's Ctrl-C reaches the whole process group, and a launcher passes it on once more: one signal.
@@ -83,6 +85,7 @@ class RunControl:
     def begin(self, args: GRPOArguments, parameters: int) -> None:
         """Once all checks are passed; `parameters` are the model's. Every rank calls it."""
         self.began, self.rank, self.patience = True, args.process_index, args.patience
+        self.began_at = time.time()
         self.limit = args.max_hours * 3600 if args.max_hours else None
         self.cumulative = args.max_hours_cumulative
         if args.save_strategy != "no":
@@ -94,9 +97,16 @@ class RunControl:
         out.mkdir(parents=True, exist_ok=True)
         self.failure_file = out / f"status-rank{self.rank}.json"
         self.failure_file.unlink(missing_ok=True)
+        if self.group is not None:
+            end_with_failed_peers(self.peer_failed)
         if self.rank == 0:
             self.status_file = out / "status.json"
             self.report("running", "The run goes on.", None)
+
+    def peer_failed(self) -> bool:
+        """Whether another rank has written down that it failed, in this run."""
+        files = set(self.failure_file.parent.glob("status-rank*.json")) - {self.failure_file}
+        return any(file.stat().st_mtime > self.began_at for file in files)
 
     def report(self, cause: str, message: str, code: int | None) -> None:
         """Rank 0 writes OUT/status.json."""
@@ -113,6 +123,21 @@ class RunControl:
         if self.began:
             message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             write_status(self.failure_file, "failed", message, code, rank=self.rank)
+
+    def report_no_memory(self, error: BaseException, args: GRPOArguments) -> str:
+        """As report_failure, and in OUT/status.json too, since rank 0 may wait in a collective for this rank;
+        with the flags that train.sh starts it again with. Returns the message."""
+        self.report_failure(error, NO_MEMORY)
+        ways = [flags_of(change) for change in smaller_rows(args)]
+        if self.limit and not self.cumulative:
+            left = (self.limit - self.elapsed()) / 3600
+            ways = [[*way, "--max_hours", f"{left:.3f}"] for way in ways] if left > 0 else []
+        message = f"Rank {self.rank} had no memory left: {str(error).partition(chr(10))[0]} "
+        message += f"Set {' '.join(ways[0])}." if ways else "No flag makes the rows smaller."
+        if self.began:
+            status = self.failure_file.with_name("status.json")
+            write_status(status, OUT_OF_MEMORY, f"{message} {AGAIN}", NO_MEMORY, rank=self.rank, smaller=ways)
+        return message
 
     # --- time ---------------------------------------------------------------------------------------------
 

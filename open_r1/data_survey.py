@@ -55,6 +55,11 @@ def image_tokens(processor: Qwen2VLProcessor, width: int, height: int) -> int:
     return images.get_number_of_image_patches(height, width) // images.merge_size**2
 
 
+def longest_row(rows: Sequence[int], facts: Sequence[RowFacts]) -> int:
+    """The row with the longest prompt."""
+    return max(zip(rows, facts, strict=True), key=lambda one: one[1].tokens)[0]
+
+
 def check_answers(facts: Sequence[RowFacts]) -> Found:
     """How often each count occurs. Policies undercount many objects: there must be some to learn from."""
     counts = Counter(min(fact.answer, MANY) for fact in facts)

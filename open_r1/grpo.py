@@ -46,7 +46,7 @@ from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.rounds import first_weights, keeper, validation_rows
-from open_r1.status import FAILED, REWARD
+from open_r1.status import FAILED, NO_MEMORY, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from open_r1.views import TokenWeigher
 
@@ -130,6 +130,10 @@ def main() -> None:
     except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
         control.report_failure(refusal, REWARD if isinstance(refusal, RewardError) else FAILED)
         sys.exit(f"grpo.py: {refusal}")
+    except torch.OutOfMemoryError as error:
+        # Other ranks may wait in a collective for this one: nothing can be done together any more.
+        print(f"grpo.py: {control.report_no_memory(error, args)}", file=sys.stderr, flush=True)
+        sys.exit(NO_MEMORY)
     except Exception as error:
         control.report_failure(error, FAILED)
         raise
@@ -196,7 +200,7 @@ def run(
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
     trainer.validation_rows = validation_rows(recipe, args, ready.validation_sets)
-    trainer.run = ready.identity["run"]
+    trainer.run, trainer.longest = ready.identity["run"], ready.longest
     trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)

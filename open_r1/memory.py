@@ -294,8 +294,12 @@ def savings(
         total = estimate(config, parameters, changed, train, evals).total
         if total < best:
             best = total
-            found.append((" ".join(f"--{name} {str(value).lower()}" for name, value in given.items()), total))
+            found.append((" ".join(flags_of(given)), total))
     return found
+
+
+def flags_of(values: dict[str, int | bool]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value).lower())]
 
 
 def smaller_rows(args: GRPOArguments) -> list[dict[str, int | bool]]:

@@ -62,6 +62,7 @@ class Run:
     surveyed: list[int] | None = None  # of these rows
     facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
     eval_facts: list[data_survey.RowFacts] = field(default_factory=list)  # about the validation rows
+    longest: dict[str, int] = field(default_factory=dict)  # the row with the longest prompt of each set
     rewards: list[Reward] | None = None
     token_weights: TokenWeights | None = None
     start_from: Path | None = None  # the folder of the first weights: the base's, but for --init_from
@@ -96,9 +97,9 @@ def preflight(
     of_ranks = gather_object([faults])
     for rank, others in enumerate(of_ranks[1:], start=1):
         faults += [f"rank {rank}: {fault}" for fault in others if fault not in of_ranks[0]]
-    shared = [faults, run.rows, args.max_steps, run.done, run.identity]
+    shared = [faults, run.rows, run.longest, args.max_steps, run.done, run.identity]
     broadcast_object_list(shared)
-    faults, run.rows, args.max_steps, run.done, run.identity = shared
+    faults, run.rows, run.longest, args.max_steps, run.done, run.identity = shared
     if not run.is_main:
         if faults:
             raise SystemExit(1)
@@ -241,6 +242,7 @@ def check_training_rows(run: Run) -> Found:
 def check_answers(run: Run) -> Found:
     run.surveyed = [run.rows[i] for i in validation.pick_rows(len(run.rows), SURVEYED)]
     run.facts = data_survey.row_facts(run.data, run.processor, run.surveyed)
+    run.longest["train"] = data_survey.longest_row(run.surveyed, run.facts)
     lines, faults = data_survey.check_answers(run.facts)
     some = f"(this and the next two of {len(run.facts):,} rows, evenly spaced)"
     return lines + [some] * (len(run.facts) < len(run.rows)), faults
@@ -266,7 +268,9 @@ def check_validation_rows(run: Run) -> Found:
             faults.append(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
         else:
             looked_at = validation.pick_rows(len(data), min(SURVEYED, run.args.eval_limit or SURVEYED))
-            run.eval_facts += data_survey.row_facts(data, run.processor, looked_at)
+            facts = data_survey.row_facts(data, run.processor, looked_at)
+            run.eval_facts += facts
+            run.longest[name] = data_survey.longest_row(looked_at, facts)
     sets = run.validation_sets.items()
     return [f"{name}: {len(data):,} rows of {data.source}" for name, data in sets], faults
 

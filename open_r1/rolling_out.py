@@ -58,6 +58,8 @@ class RollsOut:
         logs |= rollout_metrics(per_completion, rewards, per_function, names)
         logs |= self.rewards.numbers() | self.vote_metrics(drawn)
         logs |= self.noisy.metrics(number, rewards) if self.noisy else {}
+        if splits := self.run_control.highest([self.engine.splits])[0]:  # of this session
+            logs["rollout_splits"] = float(splits)
         if args.oversample > 1:
             drawn, per_function, rewards = self.keep_informative(drawn, per_function, rewards)
             logs["oversample/informative"] = 1 - float(equal_rewards(rewards).float().mean())

@@ -2,8 +2,9 @@
 
 FastEngine prefills each prompt once (its image goes through the vision tower once), hands its keys and
 values to the G completions, and decodes all completions of all prompts together; on CUDA a decode step is
-one captured graph over buffers whose addresses never move. TransformersEngine does the same through
-`model.generate`, one prompt at a time: slow, and exactly what the grader runs.
+one captured graph over buffers whose addresses never move. Where the GPU has no room for a batch, it is
+decoded in parts. TransformersEngine does the same through `model.generate`, one prompt at a time: slow, and
+exactly what the grader runs.
 
 Legend
   R  prompts        G  completions a prompt        B = R * G  rows of the decode batch
@@ -11,6 +12,8 @@ Legend
 Row b of the batch is completion b % G of prompt b // G.
 """
 
+import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +78,8 @@ def unsupported(settings: GenerationConfig) -> str | None:
 class Engine:
     """What both engines know of the model: where a completion ends, and which tokens must not be sampled."""
 
+    splits = 0  # how often a batch was too large for the GPU and was cut in two
+
     def __init__(self, model: Qwen2VLForConditionalGeneration, processor):
         self.model, self.processor = model.eval(), processor
         self.eos = end_tokens(model.generation_config)
@@ -88,6 +93,9 @@ class Engine:
         vision_pad = processor.tokenizer.convert_tokens_to_ids("<|vision_pad|>")
         if vision_pad is not None and vision_pad != processor.tokenizer.unk_token_id:
             self.placeholders.append(vision_pad)
+
+    def drop_batches(self) -> None:
+        """Gives back what is kept between two calls of generate."""
 
     def completion(self, token_ids: Tensor, logps: Tensor) -> Completion:
         """Cut after the first end-of-sequence token. token_ids and logps [T] on the CPU."""
@@ -114,6 +122,7 @@ class FastEngine(Engine):
         self.eos_tensor = torch.tensor(self.eos, device=self.device)
         self.suppressed = torch.tensor(self.placeholders, device=self.device)
         self.batches: dict[tuple[int, int, int], DecodeBatch] = {}
+        self.most_slots = math.inf  # of a batch, since a larger one found no room
 
     @torch.no_grad()
     def generate(
@@ -128,7 +137,46 @@ class FastEngine(Engine):
         unless greedy. Once `interrupted()` it stops: what it returns then is to be thrown away."""
         if keys is None and not sampling.greedy:
             raise ValueError("sampling needs keys: pass sampling_keys(seed, step, prompts, num_generations)")
-        rows, longest = len(prompts) * num_generations, max(p.input_ids.numel() for p in prompts)
+        longest = max(p.input_ids.numel() for p in prompts)
+        return self._in_parts(prompts, num_generations, keys, longest, sampling, interrupted)
+
+    def _in_parts(self, prompts, num_generations: int, keys, longest: int, sampling: Sampling, interrupted):
+        """In one batch, or in two where it finds no room: the noise belongs to the row, not to the batch."""
+        rows, slots = len(prompts) * num_generations, longest + sampling.max_new_tokens
+        half = (len(prompts if len(prompts) > 1 else range(num_generations)) + 1) // 2
+        if rows * slots <= self.most_slots or rows == 1:
+            try:
+                return self._together(prompts, num_generations, keys, longest, sampling, interrupted)
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+            # Here, where the error no longer holds the frames with their tensors.
+            self.drop_batches()
+            self.splits += 1
+            self.most_slots = (half * num_generations if len(prompts) > 1 else half) * slots
+            print(f"A rollout of {rows} completions found no room on {self.device}: it is cut in two, and so "
+                  "are those of its size from now on.", flush=True)  # fmt: skip
+        rest = longest, sampling, interrupted
+        if len(prompts) > 1:
+            first, second = (keys[:half], keys[half:]) if keys else (None, None)
+            return [
+                *self._in_parts(prompts[:half], num_generations, first, *rest),
+                *self._in_parts(prompts[half:], num_generations, second, *rest),
+            ]
+        first, second = ([keys[0][:half]], [keys[0][half:]]) if keys else (None, None)
+        (group,) = self._in_parts(prompts, half, first, *rest)
+        (others,) = self._in_parts(prompts, num_generations - half, second, *rest)
+        return [[*group, *others]]
+
+    def drop_batches(self) -> None:
+        """All decode batches and their graphs."""
+        self.batches.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _together(self, prompts, num_generations: int, keys, longest: int, sampling: Sampling, interrupted):
+        rows = len(prompts) * num_generations
         batch = self._batch(rows, longest, sampling)
         batch.keys.copy_(torch.tensor(keys).flatten() if keys else torch.zeros(rows, dtype=torch.long))
         logits = self._prefill(batch, prompts, num_generations, longest)

@@ -33,7 +33,7 @@ NOT_DEFINING = {
     "select_level", "keep_top", "finalize", "finalize_minutes", "wise_alphas",
     "skip_bad_rows", "dry_run", "accept_changes", "max_hours", "max_hours_cumulative", "patience",
     "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "save_steps",
-    "gradient_checkpointing", "on_nonfinite", "max_nonfinite",
+    "gradient_checkpointing", "on_nonfinite", "max_nonfinite", "rehearse",
 }  # fmt: skip
 # The Trainer's own flags that do.
 DEFINING = {
@@ -41,6 +41,8 @@ DEFINING = {
     "optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "bf16",
     "tf32", "gradient_accumulation_steps", "eval_strategy", "eval_steps",
 }  # fmt: skip
+# Flags that cut an update into rows: only their products count.
+ROWS = ("prompts_per_row", "gradient_accumulation_steps", "steps_per_generation")
 SAMPLED_ROWS, SAMPLED_BLOCKS, BLOCK = 256, 64, 4096  # of a data set; of a weight file, with their bytes
 
 
@@ -149,9 +151,10 @@ def _commit() -> str | None:
 def differences(then: dict, now: dict) -> list[str]:
     """What decides the result and is not the same, one short line each."""
     lines = []
+    alike = ROWS if same_updates(then["flags"], now["flags"]) else ()
     for name, value in now["flags"].items():
         before = then["flags"].get(name, value)  # a flag that did not exist then had its default
-        if before != value:
+        if before != value and name not in alike:
             lines.append(f"--{name} {_shown(before)} -> {_shown(value)}")
     gone = set(then["flags"]) - set(now["flags"]) - {"max_steps"}
     lines += [f"--{name} {_shown(then['flags'][name])} -> not set" for name in sorted(gone)]
@@ -173,10 +176,20 @@ def differences(then: dict, now: dict) -> list[str]:
     return lines
 
 
+def same_updates(then: dict, now: dict) -> bool:
+    """Whether updates and rollouts have the same prompts, in whatever rows."""
+    return all(
+        then["prompts_per_row"] * then[times] == now["prompts_per_row"] * now[times]
+        for times in ("gradient_accumulation_steps", "steps_per_generation")
+    )
+
+
 def notes(then: dict, now: dict) -> list[str]:
-    """Versions that differ: results may, in the last digits."""
+    """What differs and lets results differ in the last digits only: versions, and how rows are cut."""
     pairs = {"commit": (then["commit"], now["commit"])}
     pairs |= {name: (then["versions"].get(name), version) for name, version in now["versions"].items()}
+    if same_updates(then["flags"], now["flags"]):
+        pairs["--prompts_per_row"] = (then["flags"]["prompts_per_row"], now["flags"]["prompts_per_row"])
     return [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
 
 
@@ -243,7 +256,7 @@ def judge(
         identity["changes"] = then.get("changes", []) + [{"step": done[1]["step"], "changed": changed}]
     lines = [f"goes on from {done[0]}", *changed]
     if noted := notes(then, now):
-        lines.append(f"other versions than before: {', '.join(noted)}")
+        lines.append(f"not as before: {', '.join(noted)}")
     return identity, lines
 
 

@@ -3,7 +3,14 @@
     python open_r1/status.py OUT SINCE CODE
 
 prints how the run in OUT ended and exits with the run's own exit code: launchers return 1 for everything.
-Rank 0 writes status.json, each rank that fails of itself status-rankN.json. SINCE (seconds since 1970)
+
+    python open_r1/status.py OUT SINCE smaller TRY
+
+prints the flags, if there are any, with which a run that ended for want of memory is started again, for the
+first and for the second time.
+
+Rank 0 writes status.json, each rank that fails of itself status-rankN.json; a rank that is
+out of memory writes both. SINCE (seconds since 1970)
 leaves out what an earlier run wrote, CODE is the launcher's. Only the standard library is imported.
 """
 
@@ -15,7 +22,9 @@ import sys
 import time
 from pathlib import Path
 
-FAILED, NOT_FINITE, REWARD, DIED = 1, 65, 66, 67  # exit codes; a signal's is 128 + its number
+# Exit codes; a signal's is 128 + its number.
+FAILED, NOT_FINITE, REWARD, DIED, NO_MEMORY = 1, 65, 66, 67, 68
+OUT_OF_MEMORY = "out_of_memory"  # the cause
 BY_SIGNAL = [128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)]
 # The errors of ranks that were talking to one that died.
 PEER = re.compile(r"closed by peer|reset by peer|Broken pipe|NCCL|ProcessGroup|process group|TCPStore")
@@ -58,6 +67,15 @@ def ending(out: Path, since: float, code: int) -> tuple[str, int]:
     ), DIED
 
 
+def smaller(out: Path, since: float, attempt: int) -> list[str]:
+    """The flags for attempt 1 or 2 to go on with smaller rows; none where the run did not end for want of
+    memory, or nothing is left to lower."""
+    status = _read(out / "status.json")
+    if not status or status["time"] < since or status["cause"] != OUT_OF_MEMORY:
+        return []
+    return next(iter(status["smaller"][attempt - 1 :] or status["smaller"][-1:]), [])
+
+
 def _read(path: Path) -> dict | None:
     try:
         return json.loads(path.read_bytes())
@@ -66,7 +84,10 @@ def _read(path: Path) -> dict | None:
 
 
 def main() -> int:
-    out, since, code = sys.argv[1:]
+    out, since, code, *attempt = sys.argv[1:]
+    if attempt:
+        print("\n".join(smaller(Path(out), float(since), int(*attempt))))
+        return 0
     line, code = ending(Path(out), float(since), int(code))
     if line and code:
         print(f"train.sh: exit code {code}: {line}", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
 from .noisy_rollout import NoisyRollout
 from .packing import PackedRow
+from .rehearsal import rehearse
 from .rewards import RewardCaller
 from .rolling_out import RollsOut
 from .rollout import Engine
@@ -54,6 +55,8 @@ class RolloutLoader:
     def __iter__(self) -> Iterator[TrainingRow]:
         trainer, args, control = self.trainer, self.trainer.args, self.trainer.run_control
         first = trainer.state.global_step // args.updates_per_rollout
+        if args.rehearse:
+            rehearse(trainer)
         if trainer.validation_is_due():  # the checkpoint was saved in the middle of it
             trainer.evaluate()
         source = (trainer.train_dataset, trainer.encoder, trainer.train_rows, trainer.row_sampler.rows)
@@ -90,6 +93,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.validation_rows = {
             name: validation.pick_rows(len(data), args.eval_limit) for name, data in validation_sets.items()
         }
+        self.longest: dict[str, int] = {}  # the row with the longest prompt of each set, for a rehearsal
         self.ref_model = add_scoring_forward(ref_model).eval() if ref_model is not None else None
         super().__init__(
             model=add_scoring_forward(model),

@@ -5,7 +5,7 @@ update.
 
 accelerate has no CPU path for DeepSpeed: a state that is made first with gloo gives it one.
 FAULT=RANK:ROW:WHAT in the environment: in that row (counted from 1) that rank's loss is not a number (nan),
-or that rank gets a signal (SIGTERM, SIGKILL, ...).
+or that rank has no memory left (oom), or gets a signal (SIGTERM, SIGKILL, ...).
 """
 
 import os
@@ -53,6 +53,8 @@ def make_fault(trainer_module, fault: str) -> None:
         if os.environ.get("RANK", "0") == rank and rows[0] == int(row):
             if what == "nan":
                 return value * float("nan"), sums
+            if what == "oom":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             os.kill(os.getpid(), signal.Signals[what])
         return value, sums
 

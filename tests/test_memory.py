@@ -29,7 +29,7 @@ def asked(processes: int = 2, rows: int = 8, deepspeed: dict | None = ZERO3, **v
         "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "optim": "adamw_torch_fused",
         "processes": processes, "deepspeed": deepspeed, "deepspeed_settings": deepspeed or {},
         "prompts_per_row": per_row, "gradient_accumulation_steps": rows, "steps_per_generation": rows,
-        "prompts_per_rollout": processes * rows * per_row, "completions_drawn": 8, "num_generations": 8,
+        "prompts_drawn": processes * rows * per_row, "completions_drawn": 8, "num_generations": 8,
         "max_completion_length": 256, "per_device_eval_batch_size": 64, "gradient_checkpointing": False,
     }  # fmt: skip
     return SimpleNamespace(**common | values)

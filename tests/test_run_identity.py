@@ -61,6 +61,13 @@ def test_what_does_not_decide_the_result_may_change(folder, begun, more):  # noq
     assert judged(folder, begun, *more)[1] == [f"goes on from {begun}/checkpoint-2"]
 
 
+def test_the_same_updates_may_be_cut_into_other_rows(folder, begun):  # noqa: F811
+    rows = ("--prompts_per_row", 2, "--gradient_accumulation_steps", 1)
+    assert judged(folder, begun, *rows)[1][1:] == ["not as before: --prompts_per_row 1 -> 2"]
+    with pytest.raises(ValueError, match="--gradient_accumulation_steps 2 -> 4"):
+        judged(folder, begun, *rows[:2], "--gradient_accumulation_steps", 4)
+
+
 CHANGES = {
     "--learning_rate 0.001 -> 0.002": ("--learning_rate", 2e-3),
     "--num_generations 4 -> 8": ("--num_generations", 8),

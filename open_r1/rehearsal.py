@@ -1,0 +1,89 @@
+"""Before the first update, the most that any update may need: a rollout and a validation batch of the longest
+prompts, and the longest row forward and backward beside them. Memory fails then, or never; and all that is
+compiled on first use is compiled.
+
+Nothing of it stays: neither weights, optimizer, random numbers nor counters change, to the bit.
+"""
+
+import time
+
+import torch
+
+from .packing import PackedRow
+from .protocol import EVAL_TEMPLATE
+from .rollout import Completion
+from .sampling import sampling_keys
+from .training_rows import pack_groups
+from .validation import GREEDY
+
+
+def rehearse(trainer) -> None:
+    """Every rank calls it, before the first rollout. `trainer.longest` names the row with the longest prompt
+    of each data set. Raises torch.OutOfMemoryError."""
+    args, started = trainer.args, time.perf_counter()
+    cuda = args.device.type == "cuda"
+    with torch.random.fork_rng(devices=[args.device] if cuda else []):
+        decode(trainer)
+        row = longest_row(trainer)
+        forward_and_backward(trainer, row)
+    trainer.engine.drop_batches()
+    if args.process_index == 0:
+        peak = f", {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved" if cuda else ""
+        print(
+            f"rehearsed: a rollout and a row of {row.input_ids.numel():,} tokens, the longest there are, in "
+            f"{time.perf_counter() - started:.0f} s{peak}",
+            flush=True,
+        )
+
+
+def decode(trainer) -> None:
+    """The largest batches; the engine keeps them beside each other, as it does while training."""
+    args, engine, stop = trainer.args, trainer.engine, trainer.run_control.interrupted
+    prompts = [longest_prompt(trainer)] * (args.prompts_drawn // args.world_size)
+    keys = sampling_keys(args.seed, 0, range(len(prompts)), args.completions_drawn)
+    engine.generate(prompts, args.completions_drawn, trainer.sampling, keys, stop)
+    for name, data in trainer.validation_sets.items():
+        prompt = trainer.eval_encoder.encode(data, trainer.longest[name], EVAL_TEMPLATE)
+        engine.generate([prompt] * args.per_device_eval_batch_size, 1, GREEDY, None, stop)
+
+
+def longest_prompt(trainer):
+    return trainer.encoder.encode(trainer.train_dataset, trainer.longest["train"], EVAL_TEMPLATE)
+
+
+def longest_row(trainer) -> PackedRow:
+    args = trainer.args
+    tokens = torch.arange(args.max_completion_length) % 100  # any but image placeholders
+    group = [Completion(tokens, torch.zeros(len(tokens)), True, "")] * args.num_generations
+    prompts = [longest_prompt(trainer)] * args.prompts_per_row
+    return pack_groups(prompts, [group] * len(prompts), args.device).to(args.device)
+
+
+def forward_and_backward(trainer, row: PackedRow) -> None:
+    """As a row that is not the last of its update, after which no optimizer steps."""
+    args, accelerator, model = trainer.args, trainer.accelerator, trainer.model_wrapped
+    ballast = []
+    if not trainer.is_deepspeed_enabled and "adamw" in args.optim:  # Adam's moments come with the first step
+        ballast = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+    model.train()
+    accelerator.gradient_state._set_sync_gradients(False)
+    with accelerator.no_sync(model), trainer.compute_loss_context_manager():
+        loss = model(**row.model_inputs(), temperature=args.temperature).mean()
+        accelerator.backward(loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}))
+    accelerator.gradient_state._set_sync_gradients(True)
+    del ballast
+    drop_gradients(trainer)
+
+
+def drop_gradients(trainer) -> None:
+    """As if no backward had been."""
+    if not trainer.is_deepspeed_enabled:
+        trainer.model_wrapped.zero_grad()
+        return
+    optimizer = trainer.model_wrapped.optimizer
+    optimizer.zero_grad()
+    sums = getattr(optimizer, "all_grad_tensors", None)
+    if sums is not None:  # stages 1 and 2: what their step does with an update that it drops
+        optimizer.micro_step_id = -1
+        for group in sums:
+            optimizer.averaged_gradients[group] = sums[group] = None

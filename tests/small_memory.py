@@ -1,0 +1,26 @@
+"""A GPU that has little memory, played by the reward function's module: named by dotted path, it is imported
+by the very process that trains. From the second update on a row finds room only with one prompt and gradient
+checkpointing."""
+
+import sys
+
+import torch
+
+from open_r1 import trainer
+
+original = trainer.grpo_loss
+
+
+def loss(logps, old_logps, ref_logps, advantages, weights, owners, settings):
+    owner = sys._getframe(1).f_locals["self"]
+    one_prompt = owners.max() < owner.args.num_generations
+    if owner.state.global_step and not (one_prompt and owner.args.gradient_checkpointing):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand so on")
+    return original(logps, old_logps, ref_logps, advantages, weights, owners, settings)
+
+
+trainer.grpo_loss = loss
+
+
+def letters(completion_ids, **kwargs):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
