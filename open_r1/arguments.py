@@ -243,6 +243,27 @@ class GRPOArguments(GRPOConfig):
         default=None,
         metadata={"help": "Validations in a row without a better score that end the run. None: no limit."},
     )
+    collapse_watch: bool = field(
+        default=False,
+        metadata={
+            "help": "End the run when it collapses, by the signs that open_r1/collapse_watch.py lists; the "
+            "best validated model stays. They are logged in any case."
+        },
+    )
+    probe_steps: int = field(
+        default=0,
+        metadata={"help": "Updates between two probes of validation rows with blank pictures. 0: none."},
+    )
+    probe_rows: int = field(
+        default=64, metadata={"help": "Rows of each validation set that a probe looks at, twice."}
+    )
+    kl_readout_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Updates between two measurements of the KL to the base, for which its weights are read "
+            "from their files. 0: none."
+        },
+    )
     on_nonfinite: str = field(
         default="stop",
         metadata={"help": "A loss, gradient or reward that is not finite: stop, or skip that update."},

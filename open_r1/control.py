@@ -1,7 +1,8 @@
 """When a run stops before its last update, and that all ranks do so together.
 
-A signal, the deadline and lost patience are noticed locally; `agree` makes them known to all ranks, which
-then raise StopRun at the same place: after a rollout, or before a row. The trainer catches it and saves.
+A signal, the deadline, lost patience and a collapse are noticed locally; `agree` makes them known to all
+ranks, which then raise StopRun at the same place: after a rollout, or before a row. The trainer catches it
+and saves.
 """
 
 import ctypes
@@ -52,6 +53,7 @@ class RunControl:
         self.late = False
         self.patience: int | None = None
         self.stale = 0  # validations in a row without a better score
+        self.collapse: str | None = None  # the sign of one, where it is to end the run
         self.longest_step = 0.0  # seconds of a rollout and its updates
         # Seconds of a validation, a checkpoint and a submission: the longest seen, or a guess.
         self.longest = dict.fromkeys(("validation", "checkpoint", "submission"), 0.0)
@@ -180,7 +182,8 @@ class RunControl:
         seconds of its clock. Every rank calls it at the same places."""
         self.late |= self.limit is not None and self.elapsed() + self.reserve() + ahead > self.limit
         impatient = self.patience is not None and self.stale >= self.patience
-        number, late, impatient = self.highest([int(self.signal or 0), int(self.late), int(impatient)])
+        reasons = self.signal or 0, self.late, impatient, self.collapse is not None
+        number, late, impatient, collapsed = self.highest([int(reason) for reason in reasons])
         self._stop_by_signal(number)
         if late:
             self.limit, self.late = None, False  # the last validation is not to be interrupted by it
@@ -188,6 +191,8 @@ class RunControl:
         if impatient:
             self.patience = None
             raise StopRun("patience", f"Stopped by --patience: {self.stale} validations were no better.")
+        if collapsed:
+            raise StopRun("collapse", f"Stopped by --collapse_watch: {self.collapse}.")
 
     def agree_on_signal(self) -> None:
         """As `agree`, for a validation: the deadline leaves time for one."""

@@ -22,12 +22,12 @@ LONGEST_NAME = 230  # bytes of a folder's name; what lies beside it adds to that
 COUNTS = (
     "max_completion_length", "prompts_per_row", "gradient_accumulation_steps", "steps_per_generation",
     "num_iterations", "per_device_eval_batch_size", "eval_limit", "vocab_limit", "save_total_limit",
-    "patience", "max_nonfinite", "min_pixels", "max_pixels",
+    "patience", "max_nonfinite", "probe_rows", "min_pixels", "max_pixels",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "beta", "epsilon", "epsilon_high",
     "adam_epsilon", "top_k", "max_reward_failures", "dataloader_num_workers", "seed", "eval_delay",
-    "count_balance",
+    "count_balance", "probe_steps", "kl_readout_steps",
 )  # fmt: skip
 
 
@@ -213,6 +213,23 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
         (
             args.patience is not None and args.eval_strategy == "no",
             f"--patience {args.patience} without validation: set --eval_strategy steps, or leave it out",
+        ),
+        *(
+            (
+                getattr(args, name) % per_rollout != 0,
+                f"--{name} {getattr(args, name)} is no multiple of the {per_rollout} updates of a rollout, "
+                "before which it is measured",
+            )
+            for name in ("probe_steps", "kl_readout_steps")
+        ),
+        (
+            bool(args.probe_steps) and not evaluates,
+            f"--probe_steps {args.probe_steps} without rows: set --val_dataset or --ood_val_dataset",
+        ),
+        (
+            bool(args.kl_readout_steps) and args.rollout_engine != "fast",
+            f"--kl_readout_steps {args.kl_readout_steps}: the copy that --rollout_engine "
+            f"{args.rollout_engine} decodes with cannot score; set --rollout_engine fast, or leave it out",
         ),
         (
             args.on_nonfinite not in ("stop", "skip"),

@@ -200,7 +200,7 @@ def run(
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
     trainer.validation_rows = validation_rows(recipe, args, ready.validation_sets)
-    trainer.run, trainer.longest = ready.identity["run"], ready.longest
+    trainer.run, trainer.base, trainer.longest = ready.identity["run"], base, ready.longest
     trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
@@ -222,6 +222,8 @@ def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
     if trainer.keep_best:
         trainer.keep_best.start(trainer.engine.model, trainer.validate, done[1]["step"] if done else 0)
         trainer.best_score = trainer.keep_best.baseline
+        if trainer.keep_best.start_from == trainer.base:
+            trainer.collapse_watch.add_score(0, trainer.keep_best.base_outcome.score, 0.0)
         if done and trainer.keep_best.best_score < done[1]["chosen_score"]:  # deleted, or never written
             trainer.validate_again = True
             if trainer.args.process_index == 0:

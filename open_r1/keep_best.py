@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from torch import nn
 
-from .checkpoint import load_policy
 from .curve import Curve
 from .mixing import Weights, mix
 from .ranks import on_rank_zero, write_along
@@ -15,7 +13,7 @@ from .selection import BASE, STANDING, Outcome, confidence
 from .submission import ensure_submission, note_score, read_record, write_submission
 from .top_masters import TopMasters
 from .validation import format_table, score
-from .weights import master_weights
+from .weights import load_weights, master_weights
 
 
 class KeepBest:
@@ -52,17 +50,17 @@ class KeepBest:
             self._say(f"submission: score {self.best_score:.2f}, as this run measured before it was stopped")
             return
         if self.start_from != self.base:
-            _load_into(rollout_copy, self.base)
+            load_weights(rollout_copy, self.base)
         self.best_score, self.base_outcome = self._measure(BASE, validate)
         if kept:
-            _load_into(rollout_copy, self.submission)
+            load_weights(rollout_copy, self.submission)
             found, _ = self._measure(STANDING, validate)
             if found < self.best_score:
                 self._say(f"{self.submission} scores below the base, which takes its place")
                 on_rank_zero(self._write_base)
             self.best_score = max(found, self.best_score)
         if kept or self.start_from != self.base:
-            _load_into(rollout_copy, self.start_from)
+            load_weights(rollout_copy, self.start_from)
         self.baseline = self.chosen_score = self.best_score
         on_rank_zero(lambda: note_score(self.submission, score=self.best_score, **self._of_this_run()))
 
@@ -136,10 +134,3 @@ def outcome_of(summaries: dict[str, dict]) -> Outcome:
 def numbers_of(summary: dict) -> dict[str, float]:
     """The plain numbers of a validation summary, for logs and records."""
     return {k: v for k, v in summary.items() if isinstance(v, int | float)}
-
-
-@torch.no_grad()
-def _load_into(model: nn.Module, folder: Path) -> None:
-    into = dict(model.named_parameters())
-    for name, parameter in load_policy(folder, model.dtype).named_parameters():
-        into[name].copy_(parameter)

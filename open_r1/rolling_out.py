@@ -11,6 +11,7 @@ Legend
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from .advantages import combine_rewards, equal_rewards, group_advantages
 from .data import Prompt
 from .data_loader import prompt_places
 from .informative import kept_groups, share_out
+from .kl_readout import kl_to_base
 from .label_free import vote_numbers
 from .metrics import best_and_worst, completion_numbers, rollout_metrics, shares_right
+from .probe import image_probe
 from .rewards import reward_arguments
 from .sampling import sampling_keys
 from .scoring import TOKEN_STATISTICS
@@ -44,7 +47,9 @@ class Drawn:
 
 
 class RollsOut:
-    """A part of the Trainer."""
+    """A part of the Trainer. `base` is the folder of the weights that the run began with."""
+
+    base: Path | None = None
 
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
@@ -60,6 +65,8 @@ class RollsOut:
         logs |= self.noisy.metrics(number, rewards) if self.noisy else {}
         if splits := self.run_control.highest([self.engine.splits])[0]:  # of this session
             logs["rollout_splits"] = float(splits)
+        logs |= self.collapse_watch.add_rollout(number, logs) | self.readouts(number, drawn)
+        self.look_for_collapse()
         if args.oversample > 1:
             drawn, per_function, rewards = self.keep_informative(drawn, per_function, rewards)
             logs["oversample/informative"] = 1 - float(equal_rewards(rewards).float().mean())
@@ -79,6 +86,20 @@ class RollsOut:
         samples = best_and_worst(prompts, groups, per_function[own], rewards[own], advantages[own], names)
         self.samples += [{"rollout": number, **sample} for sample in samples]
         return rows
+
+    def readouts(self, number: int, drawn: Drawn) -> dict[str, float]:
+        """What is measured now and then about the policy that made rollout `number`. Every rank calls it."""
+        args, logs = self.args, {}
+        update = number * args.updates_per_rollout
+        if args.probe_steps and update % args.probe_steps == 0:
+            logs |= image_probe(self)
+        if args.kl_readout_steps and update % args.kl_readout_steps == 0:
+            logs |= kl_to_base(self, self.base, drawn.prompts, drawn.groups)
+        return logs
+
+    def look_for_collapse(self) -> None:
+        if self.args.collapse_watch:
+            self.run_control.collapse = self.collapse_watch.sign()
 
     def draw(self, number: int, prompts: list[Prompt], places: list[int], attempt: int = 0) -> Drawn:
         """Completions and rewards of rollout `number`'s prompts at these places of it, which a try to replace

@@ -34,6 +34,7 @@ NOT_DEFINING = {
     "skip_bad_rows", "dry_run", "accept_changes", "max_hours", "max_hours_cumulative", "patience",
     "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps", "save_steps",
     "gradient_checkpointing", "on_nonfinite", "max_nonfinite", "rehearse",
+    "collapse_watch", "probe_steps", "probe_rows", "kl_readout_steps",
 }  # fmt: skip
 # The Trainer's own flags that do.
 DEFINING = {

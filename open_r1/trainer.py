@@ -22,12 +22,14 @@ from transformers import Trainer
 from . import validation
 from .advantages import LossSettings, grpo_loss
 from .arguments import GRPOArguments
+from .collapse_watch import CollapseWatch, difference_error
 from .complete import complete_marker
 from .control import RunControl, StopRun
 from .data import CountingData, PromptEncoder
 from .data_loader import rollout_prompts
 from .finite import FiniteWatch
 from .keep_best import KeepBest, numbers_of
+from .metrics import means
 from .noisy_rollout import NoisyRollout
 from .packing import PackedRow
 from .rehearsal import rehearse
@@ -115,6 +117,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             top_p=args.top_p, top_k=args.top_k or 0, min_p=args.min_p or 0.0,
         )  # fmt: skip
         self.finite = FiniteWatch(args, self.run_control)
+        self.collapse_watch = CollapseWatch()
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
         self.best_score = -1.0  # of the validations, where no submission is kept
         self.validated_at = 0  # the last update that was validated (0: before training)
@@ -142,9 +145,9 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         how = {"temperature": self.args.temperature, "statistic": statistic, "vocab_limit": vocab_limit}
         return model(**inputs, **how).float()
 
-    def refresh(self) -> None:
-        """Brings the rollout copy up to date with the policy."""
-        if self.refreshed_at != self.state.global_step:
+    def refresh(self, again: bool = False) -> None:
+        """Brings the rollout copy up to date with the policy. `again`: it holds something else."""
+        if again or self.refreshed_at != self.state.global_step:
             copy_weights(self.model, self.engine.model)
             self.refreshed_at = self.state.global_step
 
@@ -213,6 +216,9 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.log(dict(logs))
         better = self.offer(score, summaries)
         self.run_control.stale = 0 if better else self.run_control.stale + 1
+        error = difference_error(summary["total"] for summary in summaries.values())
+        self.collapse_watch.add_score(self.state.global_step, score, error)
+        self.look_for_collapse()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
 
@@ -264,6 +270,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         if resume_from_checkpoint:
             info = complete_marker(resume_from_checkpoint)
             control.restore(info)
+            self.collapse_watch.restore(info["collapse_watch"])
             self.validated_at, self.best_score = info["validated_at"], info["best_score"]
             self.rewards.restore(info["reward_failures"])
             self.finite.restore(info["not_finite"])
@@ -305,6 +312,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             "reward_failures": self.rewards.failures,
             "not_finite": self.finite.state(),
             **self.row_sampler.state(),
+            "collapse_watch": self.collapse_watch.state(),
         }
 
     # --- log ----------------------------------------------------------------------------------------------
@@ -312,8 +320,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and "train_loss" not in logs:
             if self.rollout_logs:  # a later update of the same rollout shows that rollout's numbers again
-                logged = self.rollout_logs
-                self.rollout_means = {k: sum(log[k] for log in logged) / len(logged) for k in logged[0]}
+                self.rollout_means = means(self.rollout_logs)
             logs |= self.rollout_means | self.times | {"dropped_updates": self.finite.dropped}
             totals = {
                 name: self.accelerator.reduce(value.clone()).item() for name, value in self.loss_sums.items()

@@ -3,9 +3,13 @@ float32."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+
+from .checkpoint import parameter_name, weight_files
 
 GATHERED_AT_ONCE = 2**27  # parameters of one ZeRO-3 gathering: 0.27 GB in bf16
 
@@ -18,6 +22,18 @@ def copy_weights(policy: nn.Module, copy: nn.Module) -> None:
         with _gathered([parameter for _, parameter in part]):
             for name, parameter in part:
                 into[name].copy_(parameter)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Overwrites a whole model in place by the weights of a checkpoint that load_policy has loaded before,
+    one tensor in memory at a time."""
+    into = dict(model.named_parameters())
+    for file in weight_files(folder):
+        with safe_open(folder / file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if parameter_name(name) in into:  # a tied head in a file is the embedding once more
+                    into[parameter_name(name)].copy_(tensors.get_tensor(name))
 
 
 @torch.no_grad()

@@ -10,18 +10,17 @@ Legend
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from open_r1 import validation
 from open_r1.data import CountingData, Prompt
+from open_r1.kl_readout import token_numbers
 from open_r1.packing import pack
+from open_r1.probe import BlankImages
 from open_r1.rollout import FastEngine
 from open_r1.sampling import Sampling, sampling_keys
-
-CLAMP = 10.0  # of a token's log ratio and of its k3, as EasyR1's: one token must not be the whole figure
 
 
 # --- KL to the base
@@ -30,13 +29,10 @@ CLAMP = 10.0  # of a token's log ratio and of its k3, as EasyR1's: one token mus
 def kl_readout(logps: Tensor, base_logps: Tensor) -> dict[str, float]:
     """Estimates of KL(policy || base) a token, in nats, on completions that the policy sampled; both [N].
 
-    k1 is the mean log ratio (unbiased, may be negative), k3 is `r - 1 - log r` with r = base / policy
-    (Schulman, never negative), far the share of tokens whose log ratio is beyond 1.
+    As a run logs them with --kl_readout_steps.
     """
-    ratio = (base_logps - logps).clamp(-CLAMP, CLAMP)
-    k3 = (ratio.exp() - 1 - ratio).clamp(max=CLAMP)
-    far = (ratio.abs() > 1).float()
-    return {"k1": float(-ratio.mean()), "k3": float(k3.mean()), "far": float(far.mean())}
+    k3, k1, far = token_numbers(logps, base_logps).mean(1).tolist()
+    return {"k1": k1, "k3": k3, "far": far}
 
 
 @torch.no_grad()
@@ -59,18 +55,6 @@ def kl_to_base(
 
 
 # --- the image
-
-
-class BlankImages:
-    """An encoder that shows every image as an evenly gray one of the same size: the processor's mean
-    colour."""
-
-    def __init__(self, encoder):
-        self.encoder = encoder
-
-    def encode(self, data: CountingData, row: int, *args, **kwargs) -> Prompt:
-        prompt = self.encoder.encode(data, row, *args, **kwargs)
-        return replace(prompt, pixel_values=torch.zeros_like(prompt.pixel_values))
 
 
 def image_gap(engine: FastEngine, encoder, data: CountingData, rows: Sequence[int], batch_size: int) -> dict:
