@@ -31,8 +31,8 @@ def kl_to_base(
     trainer: "Qwen2VLGRPOTrainer", base: Path, prompts: list[Prompt], groups: list[Group]
 ) -> dict[str, float]:
     """Means over the tokens of all ranks' completions, which the policy in the rollout copy has sampled:
-    `kl_to_base` (Schulman's k3, never negative), `kl_to_base/k1` (the plain log ratio, whose mean can be), and
-    `kl_to_base/far`, the share of tokens whose log ratio is beyond FAR. Every rank calls it."""
+    `kl_to_base` (Schulman's k3, never negative), `kl_to_base/k1` (the plain log ratio, whose mean can be),
+    and `kl_to_base/far`, the share of tokens whose log ratio is beyond FAR. Every rank calls it."""
     started, model, args = time.perf_counter(), trainer.engine.model, trainer.args
     parts = [slice(i, i + args.prompts_per_row) for i in range(0, len(prompts), args.prompts_per_row)]
     rows = [pack_groups(prompts[part], groups[part], args.device).to(args.device) for part in parts]
@@ -48,8 +48,9 @@ def kl_to_base(
 
 
 def token_numbers(policy: Tensor, base: Tensor) -> Tensor:
-    """k3, k1 and far, [3, N], of log-probs [N] of tokens that the policy sampled. The mean of k1 = log(policy /
-    base) is the KL, k3 = r - 1 - log r with r = base / policy has the same mean and is never negative."""
+    """k3, k1 and far, [3, N], of log-probs [N] of tokens that the policy sampled. The mean of k1 =
+    log(policy / base) is the KL; k3 = r - 1 - log r with r = base / policy has the same mean, and is never
+    negative."""
     ratio = (base - policy).clamp(-LARGEST, LARGEST)  # of the logarithms
     k3 = (ratio.exp() - 1 - ratio).clamp(max=LARGEST)
     return torch.stack([k3, -ratio, (ratio.abs() > FAR).float()])

@@ -22,7 +22,6 @@ from open_r1.probe import BlankImages
 from open_r1.rollout import FastEngine
 from open_r1.sampling import Sampling, sampling_keys
 
-
 # --- KL to the base
 
 

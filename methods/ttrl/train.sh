@@ -14,5 +14,6 @@ recipe=(
     --reward_weights 1.0            # nothing for the format: an answer that cannot be read earns nothing already
     --vote_generations 16           # completions that vote, of which the first 8 are trained on
     --eval_steps 20                 # such runs rise and fall within a hundred updates: look more often
+    --collapse_watch true           # end a run that falls apart, by the signs in open_r1/collapse_watch.py
 )
 exec bash "$ROOT/train.sh" "${recipe[@]}" "$@"
