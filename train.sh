@@ -7,7 +7,9 @@
 #   bash train.sh --dry_run                        every check on one screen, no training
 #
 # Environment: MODEL, DATA, VAL, OOD_VAL (what to read), OUT (logs and checkpoints), SUBMISSION (the best model),
-# NUM_GPUS (0: the CPU), PYTHON (the Python to use).
+# NUM_GPUS (0: the CPU), PYTHON (the Python to use), ZERO (zero3.json, zero2.json, zero3_offload.json or a DeepSpeed
+# configuration of your own). On several machines the same command on each, with NUM_MACHINES, MACHINE_RANK (0, 1, ...),
+# MAIN_PROCESS_IP (of machine 0) and MAIN_PROCESS_PORT (29500); OUT is one folder on a disk that all of them share.
 #
 # The recipe's flags, with reasons, and the exit codes: methods/main/README.md. All flags: python open_r1/grpo.py --help
 set -euo pipefail
@@ -84,7 +86,32 @@ visible=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 NUM_GPUS=${NUM_GPUS:-$visible}
 [[ $NUM_GPUS =~ ^(0|[1-9][0-9]*)$ ]] || die "NUM_GPUS=$NUM_GPUS is no number; set it to 0 (the CPU) up to $visible"
 ((NUM_GPUS <= visible)) || die "NUM_GPUS=$NUM_GPUS, but this machine shows $visible; set it to 0 (the CPU) up to $visible"
-processes=$((NUM_GPUS > 0 ? NUM_GPUS : 1))
+
+NUM_MACHINES=${NUM_MACHINES:-1} MACHINE_RANK=${MACHINE_RANK:-0}
+[[ $NUM_MACHINES =~ ^[1-9][0-9]*$ ]] || die "NUM_MACHINES=$NUM_MACHINES: set it to 1 or more"
+[[ $MACHINE_RANK =~ ^(0|[1-9][0-9]*)$ && $MACHINE_RANK -lt $NUM_MACHINES ]] ||
+    die "MACHINE_RANK=$MACHINE_RANK of NUM_MACHINES=$NUM_MACHINES: count the machines from 0"
+((NUM_MACHINES == 1)) || [[ -n ${MAIN_PROCESS_IP:-} ]] ||
+    die "NUM_MACHINES=$NUM_MACHINES: set MAIN_PROCESS_IP to the address of the machine with MACHINE_RANK=0"
+processes=$(((NUM_GPUS > 0 ? NUM_GPUS : 1) * NUM_MACHINES))
+
+# One choice for the launcher and for the script: --deepspeed, else ZERO. Names without a folder are the project's.
+if ((NUM_GPUS > 0)); then
+    zero=$(given deepspeed)
+    ZERO=${zero:-${ZERO:-$ROOT/zero3.json}}
+    [[ -e $ZERO || $ZERO == */* ]] || ZERO=$ROOT/$ZERO
+    [[ -f $ZERO ]] || die "ZERO=$ZERO is no file; set zero3.json, zero2.json, zero3_offload.json or your own"
+    ZERO=$(realpath -s "$ZERO")
+    set --
+    for ((i = 0; i < ${#arguments[@]}; i++)); do
+        case ${arguments[i]} in
+            --deepspeed) ((++i)) ;;
+            --deepspeed=*) ;;
+            *) set -- "$@" "${arguments[i]}" ;;
+        esac
+    done
+fi
+export ZERO NUM_MACHINES # a dry run reads them
 
 # --- an update
 
@@ -165,7 +192,9 @@ else
     export CUDA_VISIBLE_DEVICES=    # the self-check stays on the CPU too
 fi
 
-echo "An update: $processes processes ($NUM_GPUS GPUs) x $accumulation accumulation steps x $prompts_per_row prompts a" \
+where="$NUM_GPUS GPUs"
+((NUM_MACHINES == 1)) || where+=" on each of $NUM_MACHINES machines"
+echo "An update: $processes processes ($where) x $accumulation accumulation steps x $prompts_per_row prompts a" \
     "row = $((processes * accumulation * prompts_per_row)) prompts"
 
 # --- checks only, training on the CPU, or training on the GPUs
@@ -188,25 +217,29 @@ fi
 started=$(date +%s)
 # train FLAGS...: the run, from its newest checkpoint; leaves its exit code in `code`.
 train() {
-    if ((NUM_GPUS == 0)); then
-        run_stoppable "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
-    else
-        launch=(
-            --num_processes "$NUM_GPUS"
-            --num_machines 1
-            --main_process_port 0       # a free one: two runs on a machine do not collide
-            --mixed_precision no        # --bf16 decides
-            --dynamo_backend no
-            --use_deepspeed
-            --deepspeed_config_file "$ROOT/zero3.json"
-        )
-        # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and
-        # later).
-        export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
-        # `accelerate launch` of this very Python, wherever its scripts lie.
-        run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "$script" "${recipe[@]}" "${machine[@]}" \
-            --deepspeed "$ROOT/zero3.json" "$@"
+    local launch=(
+        --num_processes "$processes"
+        --num_machines "$NUM_MACHINES"
+        --machine_rank "$MACHINE_RANK"
+        --mixed_precision no        # --bf16 decides
+        --dynamo_backend no
+    ) place=(--main_process_port 0) # a free one: two runs on a machine do not collide
+    local kind=(--multi_gpu) sharded=() # accelerate's name for plain data parallelism
+    if ((NUM_MACHINES > 1)); then
+        place=(--main_process_ip "$MAIN_PROCESS_IP" --main_process_port "${MAIN_PROCESS_PORT:-29500}")
+        place+=(--deepspeed_multinode_launcher standard) # started by hand on each: no ssh
     fi
+    if ((NUM_GPUS > 0)); then
+        kind=(--use_deepspeed --deepspeed_config_file "$ZERO") sharded=(--deepspeed "$ZERO")
+    elif ((NUM_MACHINES == 1)); then
+        run_stoppable "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
+        return
+    fi
+    # A signal to the launcher itself: SIGUSR1 counts too, and saving may take longer than 30 s (torch 2.12 and later).
+    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
+    # `accelerate launch` of this very Python, wherever its scripts lie.
+    run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" "${launch[@]}" "${place[@]}" "${kind[@]}" \
+        "$script" "${recipe[@]}" "${machine[@]}" "${sharded[@]}" "$@"
 }
 
 more=() # flags for smaller rows
@@ -222,6 +255,8 @@ for attempt in 1 2; do
     train "$@" "${more[@]}"
 done
 "$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0
+
+((MACHINE_RANK == 0)) || exit 0 # what follows is done on machine 0 alone
 
 # --- the best model, averages and mixtures with the base: the best of all
 

@@ -52,7 +52,7 @@ def devices(args: GRPOArguments) -> list[Device]:
         own = [Device("CPU", memory.available, memory.total)]
     else:
         planned = args.processes > args.world_size
-        own = [_gpu(i) for i in (range(args.processes) if planned else [args.device.index or 0])]
+        own = [_gpu(i) for i in (range(torch.cuda.device_count()) if planned else [args.device.index or 0])]
     return gather_object(own)
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 from trl import ModelConfig
 
-from . import data_survey, machine_checks, memory, model_checks, start, validation
+from . import data_survey, machine_checks, machines, memory, model_checks, start, validation
 from .arguments import GRPOArguments, RecipeArguments, check_args
 from .checkpoint import local_model, write_atomically
 from .data import CountingData, DataError, load_rows
@@ -30,7 +29,6 @@ from .rounds import check_round, validation_rows
 from .scoring import TOKEN_STATISTICS
 from .token_weights import TokenWeights, check_token_weights
 
-ZERO3 = Path(__file__).resolve().parent.parent / "zero3.json"
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 GOLD_ROWS = 8  # rows that the rewards are tried on
@@ -86,12 +84,10 @@ def preflight(
     recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, registry: dict[str, Callable]
 ) -> Run:
     """Makes every check on every rank (rank 0 alone looks at the rows) and shows the screen on rank 0; that
-    of a run which starts is kept as OUT/preflight.txt. A dry run is one process, and counts on one for each
-    GPU that it sees and on zero3.json, which is what train.sh launches. Raises NotReady on rank 0, and
+    of a run which starts is kept as OUT/preflight.txt. Raises NotReady on rank 0, and
     SystemExit on the others, when a rank found a fault."""
-    if recipe.dry_run and args.world_size == 1 and args.device.type == "cuda":
-        args.planned_processes = torch.cuda.device_count()
-        args.deepspeed = args.deepspeed or str(ZERO3)
+    if recipe.dry_run:
+        machines.plan_dry_run(args)
     run = Run(recipe, args, model_args, registry, machine_checks.devices(args))
     lines, faults = look(run)
     of_ranks = gather_object([faults])
@@ -387,6 +383,7 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("sampling", check_generation, ("config",)),
     ("template", check_template, ("processor",)),
     ("data", check_data, ()),
+    ("machines", machines.check_machines, ()),
     ("train", check_training_rows, ("data", "processor", "template")),
     ("answers", check_answers, ("rows",)),
     ("images", check_images, ("facts",)),

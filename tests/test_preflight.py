@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from open_r1 import data_survey, grpo, machine_checks, model_checks, preflight, status, versions
+from open_r1 import data_survey, grpo, machine_checks, machines, model_checks, preflight, status, versions
 from open_r1.arguments import GRPOArguments
 from open_r1.data import PromptEncoder, load_rows
 from open_r1.grpo import reward_funcs_registry
@@ -430,7 +430,7 @@ def test_what_is_broken_breaks_no_later_check(folder, tmp_path, file, content, s
 def test_deepspeed_settings_come_from_the_file_or_as_they_are(tmp_path):
     _, args, _ = parse("--output_dir", tmp_path, "--use_cpu", "true")
     assert args.deepspeed_settings == {}
-    args.deepspeed = str(preflight.ZERO3)
+    args.deepspeed = str(machines.ZERO3)
     assert args.deepspeed_settings["zero_optimization"]["stage"] == 3
     args.deepspeed = {"zero_optimization": {"stage": 2}}
     assert args.deepspeed_settings == args.deepspeed

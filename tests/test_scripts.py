@@ -73,6 +73,8 @@ class Box:
             "methods/main/train.sh",
             *(f"methods/{name}/train.sh" for name in METHODS),
             "open_r1/versions.py",
+            "zero2.json",
+            "zero3.json",
         ):
             (self.repo / name).parent.mkdir(parents=True, exist_ok=True)
             (self.repo / name).write_text((ROOT / name).read_text().replace("/app/", f"{self.app}/"))
@@ -283,6 +285,44 @@ def test_two_gpus_are_launched_under_zero3_and_the_users_flags_come_last(full_bo
     )
     assert value(call, "--bf16") == "true"
     assert script == mine
+
+
+def test_one_choice_of_deepspeed_drives_the_launcher_and_the_script(full_box: Box, tmp_path: Path):
+    own = tmp_path / "own.json"
+    own.write_text("{}")
+    two = f"{full_box.repo}/zero2.json"
+    for flags, zero, chosen in (
+        ([], "zero2.json", two), ([], own, own), (["--deepspeed", "zero2.json"], own, two),
+        (["--deepspeed=zero2.json", "--max_steps", "3"], "", two),
+    ):  # fmt: skip
+        assert full_box.run(*flags, STUB_GPUS=2, ZERO=zero).returncode == 0
+        call = full_box.training()
+        assert [call[i + 1] for i, name in enumerate(call) if name == "--deepspeed"] == [str(chosen)]
+        assert value(call, "--deepspeed_config_file") == str(chosen) and "--deepspeed=zero2.json" not in call
+    assert call[-2:] == ["--max_steps", "3"]
+    assert "ZERO=" in one_sentence(full_box.run(STUB_GPUS=2, ZERO="zero7.json"))
+
+
+def test_several_machines(full_box: Box):
+    """The launcher's own flags; all share the prompts of an update; machine 0 alone checks the end."""
+    place = {"NUM_MACHINES": 2, "MAIN_PROCESS_IP": "10.0.0.1"}
+    for rank, gpus in ((0, 2), (1, 2), (1, 0)):
+        done = full_box.run(STUB_GPUS=2, NUM_GPUS=gpus, MACHINE_RANK=rank, MAIN_PROCESS_PORT=1234, **place)
+        assert done.returncode == 0, done.stderr
+        call, processes = full_box.training(), 2 * max(1, gpus)
+        for name, expected in (
+            ("num_processes", processes), ("num_machines", 2), ("machine_rank", rank),
+            ("main_process_ip", "10.0.0.1"), ("main_process_port", 1234),
+            ("deepspeed_multinode_launcher", "standard"), ("gradient_accumulation_steps", 16 // processes),
+        ):  # fmt: skip
+            assert value(call, f"--{name}") == str(expected), name
+        assert ("--use_deepspeed" in call) == (gpus > 0)
+        assert bool(full_box.calls_with("selfcheck.py")) == (rank == 0)
+    for wrong in (
+        {"NUM_MACHINES": 2}, {"NUM_MACHINES": 0}, place | {"MACHINE_RANK": 2}, place | {"MACHINE_RANK": "x"},
+    ):  # fmt: skip
+        assert re.search("MACHINE|MAIN_PROCESS_IP", one_sentence(full_box.run(STUB_GPUS=2, **wrong)))
+        assert full_box.trainings() == []
 
 
 def test_no_gpu_is_one_plain_process(full_box: Box):
