@@ -43,6 +43,15 @@ def count_gathers_of(head, parameters, count: list[int]) -> None:
             setattr(parameter, member, counting(parameter, getattr(parameter, member)))
 
 
+def kept_dtypes(optimizer) -> tuple[set, set]:
+    """Of DeepSpeed's master weights, and of the gradients that it has summed up when it steps."""
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
+    masters = masters or optimizer.single_partition_of_fp32_groups
+    summed = [grad for grads in optimizer.averaged_gradients.values() for grad in grads or ()]
+    summed += [flat.grad for flat in masters if flat.grad is not None]  # offloaded
+    return {flat.dtype for flat in masters}, {grad.dtype for grad in summed}
+
+
 def make_fault(trainer_module, fault: str) -> None:
     rank, row, what = fault.split(":")
     original, rows = trainer_module.grpo_loss, [0]
@@ -85,7 +94,7 @@ def main() -> None:
     from open_r1 import trainer as trainer_module
     from open_r1.weights import master_weights
 
-    trainers, updates, head_gathered, gathered_now = [], [], [], [0]
+    trainers, updates, dtypes, head_gathered, gathered_now = [], [], [], [], [0]
 
     class Watch(TrainerCallback):
         """Gradients of all ranks together, before clipping."""
@@ -99,12 +108,14 @@ def main() -> None:
 
                 def keep_then_step(*a, **k):
                     updates.append({n: safe_get_full_grad(p).float().clone() for n, p in named()})
+                    dtypes.append(kept_dtypes(engine.optimizer))
                     return step(*a, **k)
 
                 engine.step = keep_then_step
                 scoring.LOGITS_CHUNK = 4
                 model = trainers[0].model
-                count_gathers_of(model.lm_head.weight, model.parameters(), gathered_now)
+                if engine.zero_optimization_stage() == 3:
+                    count_gathers_of(model.lm_head.weight, model.parameters(), gathered_now)
 
         def on_step_end(self, args, state, control, **kwargs):
             head_gathered.append(gathered_now[0])
@@ -140,7 +151,7 @@ def main() -> None:
     masters = dict(master_weights(trainer.model))
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
-        result = {"gradients": updates, "masters": masters, "rope": rope.clone()}
+        result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "dtypes": dtypes}
         result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
         torch.save(result, path)
     if code:

@@ -9,6 +9,7 @@ without images in some rows.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,8 @@ def folder(tmp_path_factory):
     # A tiny model would be gathered once and kept: let ZeRO-3 release and gather as with a large one.
     config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     (root / "zero3.json").write_text(json.dumps(config))
+    for name in ("zero2.json", "zero3_offload.json"):
+        shutil.copyfile(ROOT / name, root / name)
     return root
 
 
@@ -167,6 +170,15 @@ def test_two_processes_with_zero3(zero3, one):
     assert all(0 < gathered <= 4 * rows + 1 for gathered in got["head_gathered"])
 
 
+@pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
+def test_other_configurations_make_the_same_updates(folder, one, name):
+    flags = ("--bf16", "false", "--deepspeed", folder / f"{name}.json")
+    got = launch(folder, name, "zero", 2, *flags)
+    assert_same_updates(got, one)
+    for parameter, value in one["masters"].items():
+        assert torch.allclose(got["masters"][parameter], value, atol=1e-6)
+
+
 def test_zero3_goes_on_where_one_rank_cannot_save_and_another_is_killed(folder, zero3):
     """A full disk on rank 1 ends the first save on both ranks. Then rank 1 is killed in the third update,
     after the second checkpoint, and the same command goes on: to the bit as if nothing had happened, and no
@@ -188,14 +200,16 @@ def test_zero3_goes_on_where_one_rank_cannot_save_and_another_is_killed(folder, 
     assert got["best"] == zero3["best"]
 
 
-def test_zero3_in_bf16_keeps_float32_where_it_must(folder):
-    """Float32 masters take small steps, rotary frequencies stay exact, and the submission is rounded from
-    the masters."""
+@pytest.mark.parametrize("name", ["zero3", "zero2", "zero3_offload"])
+def test_in_bf16_float32_is_kept_where_it_must(folder, name):
+    """Float32 masters take small steps, gradients are summed up in float32 over rows and ranks, rotary
+    frequencies stay exact, and the submission is rounded from the masters."""
     flags = (
-        "--bf16", "true", "--deepspeed", folder / "zero3.json", "--learning_rate", 1e-6,
-        "--optim", "adamw_torch",
+        "--bf16", "true", "--deepspeed", folder / f"{name}.json", "--learning_rate", 1e-6,
+        "--optim", "adamw_torch_fused",
     )  # fmt: skip
-    got = launch(folder, "zero3_bf16", "zero", 2, *flags)
+    got = launch(folder, f"{name}_bf16", "zero", 2, *flags)
+    assert got["dtypes"] == [({torch.float32}, {torch.float32})] * UPDATES
     base = load_policy(folder / "base", torch.float32)
     assert got["rope"].dtype == torch.float32
     assert torch.equal(got["rope"], base.model.language_model.rotary_emb.inv_freq)
