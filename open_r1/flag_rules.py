@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -265,6 +266,11 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "--torch_compile: attention is compiled already, the rest has changing shapes",
         ),
         (
+            _needs_compiler(args.deepspeed_settings) and not (shutil.which("g++") and shutil.which("ninja")),
+            f"--deepspeed {args.deepspeed} offloads to DeepSpeed's own AdamW, which g++ and ninja compile: "
+            'install them, or set "zero_force_ds_cpu_optimizer": false in it, as zero3_offload.json does',
+        ),
+        (
             args.eval_strategy != "no" and not evaluates,
             f"--eval_strategy {args.eval_strategy.value} without rows: set --val_dataset or "
             "--ood_val_dataset",
@@ -311,6 +317,12 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
 def whole(number: float) -> bool:
     """Up to the rounding of a factor such as 1.1."""
     return math.isfinite(number) and abs(number - round(number)) < 1e-6
+
+
+def _needs_compiler(deepspeed: dict) -> bool:
+    """accelerate replaces AdamW by DeepSpeed's for the CPU unless the configuration says otherwise."""
+    offload = deepspeed.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+    return offload != "none" and deepspeed.get("zero_force_ds_cpu_optimizer", True)
 
 
 def _inside(folder: str, outer: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from open_r1 import machines
+from open_r1.arguments import check_args
 from tests.test_distributed import ROOT, folder  # noqa: F401 (a fixture)
 from tests.test_grpo import flags, lines, parse
 
@@ -22,7 +24,7 @@ def start(folder: Path, machine: int, port: int, out: Path, *more):  # noqa: F81
         "MAIN_PROCESS_PORT": port,
     }  # fmt: skip
     command = ["bash", ROOT / "train.sh", "--max_steps", 2, "--max_completion_length", 8, "--report_to",
-               "none", "--save_steps", 2, "--num_generations", 2, *more]  # fmt: skip
+               "none", "--save_steps", 2, "--num_generations", 2, "--finalize", "false", *more]  # fmt: skip
     return subprocess.Popen(
         list(map(str, command)), env=os.environ | {k: str(v) for k, v in settings.items()},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -55,6 +57,16 @@ def test_two_machines_make_one_run(folder):  # noqa: F811
     assert "is not one folder on all machines" in shown[0]
     assert "--beta of machine 1 and of machine 0 differ (0.0 and 0.1): start the same command" in shown[0]
     assert not (folder / "a/logs.jsonl").exists() and not list((folder / "a").glob(".shared-*"))
+
+
+def test_offloading_to_deepspeeds_own_optimizer_needs_a_compiler(folder, monkeypatch):  # noqa: F811
+    parsed = parse(*flags(folder, "out", "--max_steps", 2))
+    parsed[1].deepspeed = json.loads((ROOT / "zero3_offload.json").read_text())
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    check_args(*parsed)
+    del parsed[1].deepspeed["zero_force_ds_cpu_optimizer"]
+    with pytest.raises(ValueError, match=r"g\+\+ and ninja compile: install them, or set"):
+        check_args(*parsed)
 
 
 def test_a_dry_run_counts_the_processes_of_all_machines(folder, monkeypatch):  # noqa: F811
