@@ -321,10 +321,6 @@ def check_gold(run: Run) -> Found:
 # --- The machine
 
 
-def check_packages(run: Run) -> Found:
-    return machine_checks.check_packages()
-
-
 def check_devices(run: Run) -> Found:
     return machine_checks.check_devices(run.devices, run.args)
 
@@ -375,7 +371,7 @@ def check_hours(run: Run) -> Found:
 
 
 CHECKS = [  # name, function, what an earlier check must have left in the Run
-    ("packages", check_packages, ()),
+    ("packages", lambda _: machine_checks.check_packages(), ()),
     ("flags", check_flags, ()),
     ("model", check_model, ()),
     ("model", check_weights, ("config",)),
