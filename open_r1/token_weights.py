@@ -24,9 +24,11 @@ from torch import Tensor
 
 from .user_functions import find_function, option_value
 
+VIEWS = ("destroyed", "hidden", "perturbed")
 GIVEN = {
     "logps": "of the tokens under the policy that sampled them, G tensors [T]",
     "destroyed": "the same where half of the image's patches are black",
+    "hidden": "the same where no token sees the image",
     "perturbed": "the same where the image has noise that should not matter",
     "advantages": "of the completions, Tensor [G]",
     "completion_ids": "token ids, G tensors [T]",
@@ -49,7 +51,7 @@ def min_max(values: Tensor) -> Tensor:
 
 
 def prpo_weights(
-    logps: list[Tensor], destroyed: list[Tensor], perturbed: list[Tensor], threshold: float = 0.4,
+    logps: list[Tensor], hidden: list[Tensor], perturbed: list[Tensor], threshold: float = 0.4,
     strength: float = 1.0,
 ) -> list[Tensor]:  # fmt: skip
     """An interpretation of the abstract of PRPO (arXiv 2606.08708), of which no formula is public: tokens
@@ -60,7 +62,7 @@ def prpo_weights(
     `threshold` the weight rises, up to 1 + strength. methods/prpo/README.md numbers what was chosen.
     """
     weights = []
-    for own, without, noised in zip(logps, destroyed, perturbed, strict=True):
+    for own, without, noised in zip(logps, hidden, perturbed, strict=True):
         depends, moves = dependency(own, without), dependency(own, noised)
         robust = min_max((depends.square() / (depends + moves + 1e-8)).log1p())
         weights.append(1 + strength * ((robust - threshold) / (1 - threshold)).clamp(min=0))
@@ -163,13 +165,13 @@ def check_token_weights(run) -> tuple[list[str], list[str]]:
     ids = [torch.randint(256, (length,), generator=generator) for length in lengths]
     available = {
         name: [-3 * torch.rand(length, generator=generator) for length in lengths]
-        for name in ("logps", "destroyed", "perturbed")
+        for name in ("logps", *VIEWS)
     } | {"advantages": torch.randn(len(lengths), generator=generator), "completion_ids": ids}
     try:
         weights(available)
     except Exception as error:  # whatever a user's function raises
         reason = f"{type(error).__name__}: {error}"
         return [], [f"--token_weights {weights.name} failed on random log-probs ({reason}): repair it"]
-    views = [name for name in ("destroyed", "perturbed") if weights.wants(name)]
+    views = [name for name in VIEWS if weights.wants(name)]
     seen = " and ".join(views) or "no other"
     return [f"shared out over tokens by {weights.name}, which looks at {seen} images"], []

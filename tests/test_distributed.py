@@ -149,7 +149,7 @@ def test_two_updates_a_rollout_and_dynamic_sampling(folder):
         got = launch(folder, f"{kind}_twice", kind, 2, *flags, PROMPTS, *more)
         assert_same_updates(got, expected, updates=2)
         assert [log[FIRST] for log in got["logs"]] == [first[FIRST]] * 2
-        for name in ("mean", "max", "dependency", "instability", "scored"):
+        for name in ("mean", "max", "k3_hidden", "k3_perturbed", "scored"):
             name = f"token_weights/{name}"
             assert got["logs"][0][name] == pytest.approx(first[name], rel=1e-4), name
 

@@ -7,7 +7,7 @@ import torch
 
 from open_r1.advantages import LossSettings, grpo_loss, token_weights
 from open_r1.arguments import GRPOArguments
-from open_r1.rollout import FastEngine
+from open_r1.rollout import PREFILL_TOKENS, FastEngine
 from open_r1.sampling import Sampling, sampling_keys
 from open_r1.token_weights import (
     TokenWeights,
@@ -16,8 +16,8 @@ from open_r1.token_weights import (
     resolve_token_weights,
     vppo_weights,
 )
-from open_r1.views import ImageViews, TokenWeigher
-from tests.prompts import make_prompts, separate_logps
+from open_r1.views import CHANGES, ImageViews, TokenWeigher
+from tests.prompts import make_prompts
 from tests.test_grpo import folder, lines, run, without_times  # noqa: F401
 from tests.tiny import tiny_model, tiny_processor
 
@@ -115,9 +115,12 @@ def test_weights_act_on_advantages_and_not_on_the_normaliser(loss_type):
 
 def test_views_change_pixels_only_and_follow_from_seed_rollout_and_row():
     prompts, processor = make_prompts(), tiny_processor()
-    make = ImageViews(processor.image_processor, seed=3, device=torch.device("cpu"))
-    two_images = prompts[2]
-    destroyed, perturbed = make(two_images, 7, ["destroyed", "perturbed"])
+    cpu, two_images = torch.device("cpu"), prompts[2]
+
+    def make(name: str, rollout: int = 7, seed: int = 3):
+        return ImageViews(processor.image_processor, seed, cpu).view(two_images, rollout, name, CHANGES[name])
+
+    destroyed, perturbed = make("destroyed"), make("perturbed")
     for view in (destroyed, perturbed):
         assert torch.equal(view.position_ids, two_images.position_ids)
         assert torch.equal(view.image_grid_thw, two_images.image_grid_thw)
@@ -139,11 +142,11 @@ def test_views_change_pixels_only_and_follow_from_seed_rollout_and_row():
     assert noised.min() > -1e-5 and noised.max() < 1 + 1e-5
     assert torch.equal(noised[:, :, 0], noised[:, :, 1])  # both frames of a still image
     assert 0.05 < (noised - pixels(two_images)).std() < 0.15
-    again = make(two_images, 7, ["perturbed"])[0]
+    again = make("perturbed")
     assert torch.equal(again.pixel_values, perturbed.pixel_values)
     for other in (
-        make(two_images, 8, ["perturbed"])[0],
-        ImageViews(processor.image_processor, 4, torch.device("cpu"))(two_images, 7, ["perturbed"])[0],
+        make(two_images, 8, "perturbed"),
+        ImageViews(processor, 4, cpu)(two_images, 7, "perturbed"),
     ):
         assert not torch.equal(other.pixel_values, perturbed.pixel_values)
 
@@ -156,44 +159,49 @@ def rolled_out():
     return engine, prompts, engine.generate(prompts, 3, sampling, keys)
 
 
-def weigher_of(engine, function, **more) -> TokenWeigher:
+def weigher_of(engine, function) -> TokenWeigher:
     args = GRPOArguments(
-        output_dir="out", use_cpu=True, report_to="none", eval_strategy="no", seed=3, temperature=0.8, **more
+        output_dir="out", use_cpu=True, report_to="none", eval_strategy="no", seed=3, temperature=0.8
     )
     return TokenWeigher(TokenWeights("mine", function), engine.model, tiny_processor(), args)
 
 
 def test_views_are_scored_as_the_library_scores_them_alone(rolled_out):
     """All views of two prompts and their completions are one row; the log-probs are those of separate rows,
-    at the temperature of sampling."""
+    at the temperature of sampling. A hidden image is one that the attention mask leaves out."""
     engine, prompts, groups = rolled_out
 
-    def both(logps, destroyed, perturbed):
+    def all_three(logps, destroyed, hidden, perturbed):
         return [torch.ones_like(one) for one in logps]
 
-    weigher = weigher_of(engine, both, prompts_per_row=2)
-    (first, second) = weigher.score(5, prompts[:2], groups[:2])
+    weigher = weigher_of(engine, all_three)
+    first, second = weigher.score(5, prompts[:2], groups[:2])
     plain = tiny_model()
     for prompt, group, scored in ((prompts[0], groups[0], first), (prompts[1], groups[1], second)):
-        for name in ("destroyed", "perturbed"):
-            view = weigher.make_views(prompt, 5, [name])[0]
+        for name in ("destroyed", "hidden", "perturbed"):
+            view = prompt if name == "hidden" else weigher.view(prompt, 5, name)
             for completion, got in zip(group, scored[name], strict=True):
-                expected = _at_temperature(plain, view, completion.token_ids, 0.8)
+                expected = library_logps(plain, view, completion.token_ids, name == "hidden")
                 assert torch.allclose(got, expected, atol=1e-4)
                 assert (got - completion.logps).abs().max() > 0.01
 
 
-def _at_temperature(model, prompt, completion, temperature):
-    head = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: head(hidden) / temperature
-    try:
-        with torch.no_grad():
-            return separate_logps(model, prompt, completion)
-    finally:
-        model.lm_head.forward = head
+def library_logps(model, prompt, completion, hide: bool) -> torch.Tensor:
+    """[T] at temperature 0.8, from the library's own forward."""
+    ids = torch.cat([prompt.input_ids, completion])[None]
+    image = ids == model.config.image_token_id
+    length = completion.numel()
+    behind = (prompt.next_position + torch.arange(length)).expand(3, -1)
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids, pixel_values=prompt.pixel_values, image_grid_thw=prompt.image_grid_thw,
+            attention_mask=(~(image & hide)).long(), mm_token_type_ids=image.int(),
+            position_ids=torch.cat([prompt.position_ids, behind], dim=1)[:, None],
+        ).logits[0, -length - 1 : -1]  # fmt: skip
+    return (logits / 0.8).log_softmax(-1).gather(1, completion[:, None])[:, 0]
 
 
-def test_who_is_scored(rolled_out):
+def test_who_is_scored(rolled_out, monkeypatch):
     """Text alone (prompt 3) and advantages of 0 (prompt 1) keep weights of exactly 1, and no pass is made for
     them."""
     engine, prompts, groups = rolled_out
@@ -203,22 +211,24 @@ def test_who_is_scored(rolled_out):
         asked.append(advantages.tolist())
         return [2 * torch.ones_like(one) for one in logps]
 
-    weigher = weigher_of(engine, doubles, prompts_per_row=4)
+    weigher = weigher_of(engine, doubles)
     score = weigher.score
     weigher.score = lambda *args: (scored.append([p.row for p in args[1]]), score(*args))[1]
     advantages = torch.tensor([[1.0, -1.0, 0.0], [0.0] * 3, [math.nan] * 3, [1.0, -1.0, 0.0]])
     weights, numbers = weigher.weigh(0, prompts, groups, advantages)
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 1)  # a row each
+    assert [weigher.rows([0, 2], prompts, groups)] == [[[0], [2]]]
     assert scored == [[0, 2]] and asked[0] == [1, -1, 0]
     assert [set(one.tolist()) for one in weights] == [{2.0}, {1.0}, {2.0}, {1.0}]
     assert [len(one) for one in weights] == [sum(len(c.token_ids) for c in group) for group in groups]
     logged = weigher.metrics(numbers[None])
     assert logged["token_weights/scored"] == 0.5 and logged["token_weights/mean"] == 2
     assert (logged["token_weights/min"], logged["token_weights/max"]) == (1, 2)
-    assert logged["token_weights/above_1"] == 1 and logged["token_weights/dependency"] > 0
-    assert "token_weights/instability" not in logged
+    assert logged["token_weights/above_1"] == 1 and logged["token_weights/k3_destroyed"] > 0
+    assert "token_weights/k3_perturbed" not in logged
     none, numbers = weigher.weigh(0, prompts, groups, torch.zeros(4, 3))
     assert len(scored) == 1 and all(torch.equal(one, torch.ones_like(one)) for one in none)
-    assert math.isnan(weigher.metrics(numbers[None])["token_weights/dependency"])
+    assert math.isnan(weigher.metrics(numbers[None])["token_weights/k3_destroyed"])
 
 
 def test_numbers_of_all_ranks_are_one_mean(rolled_out):
