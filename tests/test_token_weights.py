@@ -144,10 +144,7 @@ def test_views_change_pixels_only_and_follow_from_seed_rollout_and_row():
     assert 0.05 < (noised - pixels(two_images)).std() < 0.15
     again = make("perturbed")
     assert torch.equal(again.pixel_values, perturbed.pixel_values)
-    for other in (
-        make(two_images, 8, "perturbed"),
-        ImageViews(processor, 4, cpu)(two_images, 7, "perturbed"),
-    ):
+    for other in (make("perturbed", rollout=8), make("perturbed", seed=4)):
         assert not torch.equal(other.pixel_values, perturbed.pixel_values)
 
 
