@@ -66,7 +66,7 @@ class RollsOut:
         if splits := self.run_control.highest([self.engine.splits])[0]:  # of this session
             logs["rollout_splits"] = float(splits)
         logs |= self.collapse_watch.add_rollout(number, logs) | self.readouts(number, drawn)
-        self.look_for_collapse()
+        logs["collapse"] = self.look_for_collapse()
         if args.oversample > 1:
             drawn, per_function, rewards = self.keep_informative(drawn, per_function, rewards)
             logs["oversample/informative"] = 1 - float(equal_rewards(rewards).float().mean())
@@ -97,9 +97,12 @@ class RollsOut:
             logs |= kl_to_base(self, self.base, drawn.prompts, drawn.groups)
         return logs
 
-    def look_for_collapse(self) -> None:
+    def look_for_collapse(self) -> float:
+        """1.0 where there is a sign of one, which ends the run with --collapse_watch."""
+        sign = self.collapse_watch.sign()
         if self.args.collapse_watch:
-            self.run_control.collapse = self.collapse_watch.sign()
+            self.run_control.collapse = sign
+        return float(sign is not None)
 
     def draw(self, number: int, prompts: list[Prompt], places: list[int], attempt: int = 0) -> Drawn:
         """Completions and rewards of rollout `number`'s prompts at these places of it, which a try to replace

@@ -105,14 +105,18 @@ def history(run: Path) -> dict[str, Any]:
             "update": sum(steps) / len(steps),
         },
         "curve": [{"step": 0, "score": baseline(run)}, *curve],
-        "log": [{"step": line["step"], **{k: round(line[k], 4) for k in LOGGED}} for line in updates],
+        "log": [
+            {"step": line["step"]} | {k: round(line[k], 4) for k in LOGGED if line.get(k) is not None}
+            for line in updates
+        ],
     }
 
 
 VALIDATED = ("_accuracy_pct", "_parsed_pct", "_mean_tokens")  # of each validation set
 LOGGED = (
     "reward", "reward_std", "zero_variance", "completions/mean_length", "completions/parsed",
-    "completions/truncated", "completions/correct", "completions/entropy",
+    "completions/truncated", "completions/correct", "completions/entropy", "completions/malformed",
+    "completions/distinct_4", "completions/answer_entropy", "reward_truth_correlation", "collapse",
 )  # fmt: skip
 
 
