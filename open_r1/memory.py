@@ -124,7 +124,7 @@ def weights(parameters: int, args: GRPOArguments) -> dict[str, int]:
 def buckets(config: Qwen2VLConfig, args: GRPOArguments) -> dict[str, int]:
     """Where DeepSpeed puts gradients together to reduce them; two take turns in stages 1 and 2."""
     settings, hidden = zero(args), config.get_text_config().hidden_size
-    if not settings:
+    if not settings.get("stage"):
         return {}
     size = settings.get("reduce_bucket_size", 5 * 10**8)
     size = hidden**2 if size == "auto" else size  # as transformers fills it in
@@ -226,7 +226,8 @@ def gathered(parameters: int, args: GRPOArguments) -> int:
     settings = zero(args)
     if settings.get("stage", 0) == 3:
         live = settings.get("stage3_max_live_parameters", MAX_LIVE)
-        return low_bytes(args) * min(parameters, live) if args.processes > 1 else 0
+        copied = args.processes > 1 or offloaded(args, "param")
+        return low_bytes(args) * min(parameters, live) if copied else 0
     return 2 * parameters if args.bf16 and not args.deepspeed else 0
 
 

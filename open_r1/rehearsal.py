@@ -60,16 +60,19 @@ def longest_row(trainer) -> PackedRow:
 
 
 def forward_and_backward(trainer, row: PackedRow) -> None:
-    """As a row that is not the last of its update, after which no optimizer steps."""
+    """As rows that are not the last of their update, after which no optimizer steps: the second of them, where
+    an update has several, finds the gradients of the first."""
     args, accelerator, model = trainer.args, trainer.accelerator, trainer.model_wrapped
     ballast = []
-    if not trainer.is_deepspeed_enabled and "adamw" in args.optim:  # Adam's moments come with the first step
-        ballast = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+    if not trainer.is_deepspeed_enabled and "adamw" in args.optim:  # its moments come with the first step
+        trained = [p for p in model.parameters() if p.requires_grad]
+        ballast = [torch.empty_like(p) for p in trained for _ in range(2)]
     model.train()
     accelerator.gradient_state._set_sync_gradients(False)
     with accelerator.no_sync(model), trainer.compute_loss_context_manager():
-        loss = model(**row.model_inputs(), temperature=args.temperature).mean()
-        accelerator.backward(loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}))
+        for _ in range(min(2, args.gradient_accumulation_steps)):
+            loss = model(**row.model_inputs(), temperature=args.temperature).mean()
+            accelerator.backward(loss, **({"scale_wrt_gas": False} if trainer.is_deepspeed_enabled else {}))
     accelerator.gradient_state._set_sync_gradients(True)
     del ballast
     drop_gradients(trainer)

@@ -79,3 +79,24 @@ def test_sampling_on_the_gpu_is_that_of_the_cpu(prompts):
     assert [[c.token_ids.tolist() for c in g] for g in gpu] == [
         [c.token_ids.tolist() for c in g] for g in cpu
     ]
+
+
+def test_a_card_without_room_decodes_in_parts(prompts):
+    """Capped at 0.6 of what the whole batch took: the same completions, from smaller batches."""
+    engine = FastEngine(tiny_model().cuda(), tiny_processor())
+    sampling, keys = Sampling(False, 12), sampling_keys(1, 2, range(4), 128)
+    engine.drop_batches()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    whole = engine.generate(prompts, 128, sampling, keys)
+    needed = torch.cuda.max_memory_reserved() - before
+    engine.drop_batches()
+    cap = torch.cuda.memory_reserved() + 0.6 * needed
+    torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        parts = engine.generate(prompts, 128, sampling, keys)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.splits
+    for group, others in zip(whole, parts, strict=True):
+        assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in others]
