@@ -175,12 +175,17 @@ def test_ctrl_c_in_a_terminal_is_one_signal(folder):  # noqa: F811
     assert not (run.out / "selfcheck").exists()
 
 
-def test_after_the_deadline_comes_the_self_check(folder):  # noqa: F811
+def test_after_the_deadline_come_averaging_and_the_self_check(folder):  # noqa: F811
     run = train_sh(folder, "deadline", "--max_hours", "0.01", "--max_steps", "100000")
     code, status = run.end()
     assert (code, status["cause"]) == (0, "deadline"), run.log.read_text()[-6000:]
     assert "Stopped by --max_hours" in run.log.read_text()
     assert (run.out / "selfcheck/selfcheck.json").exists()
+    (master,) = (run.out / "masters").iterdir()  # of the validation at the end
+    found = json.loads((run.out / "finalize.json").read_text())
+    name = master.stem.replace("-", " ")
+    assert list(found["candidates"]) == ["base", name, *(f"{alpha} x {name}" for alpha in (0.75, 0.5, 0.25))]
+    assert found["complete"] and found["why"] in run.log.read_text()
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
+from safetensors.torch import load_file
 
 from open_r1.checkpoint import load_policy
 from open_r1.submission import read_record
@@ -65,7 +66,7 @@ def launch_flags(folder: Path, name: str, processes: int) -> tuple:
         "--max_steps", UPDATES, "--gradient_accumulation_steps", PROMPTS // processes,
         "--learning_rate", 1e-2, "--optim", "sgd",
         "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters",
-        "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5,
+        "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, "--keep_top", 1,
     )  # fmt: skip
 
 
@@ -159,11 +160,14 @@ def zero3(folder):
     return launch(folder, "zero3", "zero", 2, "--bf16", "false", "--deepspeed", folder / "zero3.json")
 
 
-def test_two_processes_with_zero3(zero3, one):
+def test_two_processes_with_zero3(folder, zero3, one):
     got = zero3
     assert_same_updates(got, one)
     for name, value in one["masters"].items():
         assert torch.allclose(got["masters"][name], value, atol=1e-6)
+    kept = load_file(folder / f"zero3/masters/update-{UPDATES}.safetensors")
+    assert kept.keys() == got["masters"].keys()
+    assert all(torch.equal(kept[name], value) for name, value in got["masters"].items())
     # The tied head is gathered for the embedding and for the head, forward and backward, in each of the
     # rank's rows, and once to refresh the rollout copy; not once a chunk of logits (ten of them).
     rows = PROMPTS // 2

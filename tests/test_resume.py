@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from open_r1 import complete, grpo, keep_best, saving, validation
 from open_r1.install import read_record
@@ -19,7 +20,7 @@ from tests.test_grpo import folder, lines, run, without_times  # noqa: F401 (fol
 
 MORE = (
     "--eval_strategy", "steps", "--eval_steps", 1, "--optim", "adamw_torch", "--max_grad_norm", 0.5,
-    "--lr_scheduler_type", "cosine", "--warmup_steps", 1,
+    "--lr_scheduler_type", "cosine", "--warmup_steps", 1, "--keep_top", 2,
 )  # fmt: skip
 SHAPES = {
     "an update a rollout": ("--max_steps", 5, "--save_steps", 2, "--logging_steps", 3),
@@ -151,6 +152,10 @@ def assert_same_run(got: Path, expected: Path) -> None:
         assert markers[0][name] == markers[1][name], name
     records = [read_record(root / "submission") for root in (got, expected)]
     assert all(record.pop("measured_in") for record in records) and records[0] == records[1]
+    masters = [{p.name: load_file(p) for p in root.glob("out/masters/*")} for root in (got, expected)]
+    assert len(masters[0]) == 2 and same(*masters)
+    curves = [lines(root / "out/validation.jsonl") for root in (got, expected)]
+    assert all(line.pop("measured_in") for curve in curves for line in curve) and curves[0] == curves[1]
     for path in (expected / "submission").iterdir():
         assert (got / "submission" / path.name).read_bytes() == path.read_bytes(), path.name
 

@@ -67,7 +67,6 @@ def test_a_sabotaged_second_round_changes_nothing(folder, tmp_path, graded):  # 
     assert second.keep_best.best_score == 60.0 and second.keep_best.baseline == 60.0
     base, stands, ruined = graded
     assert holds(base, folder / "base") and holds(stands, submission) and not holds(ruined, submission)
-    assert holds(ruined, submission) is False
     # The policy started from the submission: the copy of it, since the submission may change.
     assert contents(tmp_path / "two/init").items() >= first.items()
     scores = [(line["name"], line["score"]) for line in lines(tmp_path / "two/validation.jsonl")]
@@ -204,4 +203,5 @@ def test_the_rows_that_select_are_the_ones_that_are_looked_at(folder, tmp_path, 
     split["val"]["rows"] = 4
     (tmp_path / "rows.json").write_text(json.dumps(split))
     with pytest.raises(ValueError, match="splits 4 rows, and .* has 3"):
-        a_round(folder, tmp_path / "next", tmp_path / "submission", "--selection_rows", tmp_path / "rows.json")
+        more = ("--selection_rows", tmp_path / "rows.json")
+        a_round(folder, tmp_path / "next", tmp_path / "submission", *more)
