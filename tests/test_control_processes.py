@@ -183,7 +183,7 @@ def test_after_the_deadline_come_averaging_and_the_self_check(folder):  # noqa: 
     assert (run.out / "selfcheck/selfcheck.json").exists()
     found = json.loads((run.out / "finalize.json").read_text())
     names = ["base"]
-    for master in run.out.glob("masters/*"):  # of the validation at the end, where there was time for an update
+    for master in run.out.glob("masters/*"):  # of the last validation, if there was one
         name = master.stem.replace("-", " ")
         names += [name, *(f"{alpha} x {name}" for alpha in (0.75, 0.5, 0.25))]
     assert list(found["candidates"]) == names
