@@ -74,6 +74,7 @@ def measure_memory(settings: Settings, out: Path) -> dict[str, Any]:
 
     from benchmarks.sides import capture_product, stepper
     from open_r1 import memory
+    from open_r1 import trainer as trainer_module
 
     peaks, found = PhasePeaks(), {}
 
@@ -86,6 +87,7 @@ def measure_memory(settings: Settings, out: Path) -> dict[str, Any]:
             peaks.note()
             peaks.outer = ["between"]  # what comes before is the making of the models
             for owner, method, part in (
+                (trainer_module, "rehearse", "rehearsal"),
                 (trainer.engine, "_prefill", "prefill"),
                 (trainer.engine, "_decode", "decode"),
                 (trainer, "refresh", "refresh"),

@@ -60,8 +60,8 @@ def longest_row(trainer) -> PackedRow:
 
 
 def forward_and_backward(trainer, row: PackedRow) -> None:
-    """As rows that are not the last of their update, after which no optimizer steps: the second of them, where
-    an update has several, finds the gradients of the first."""
+    """As rows that are not the last of their update, after which no optimizer steps. Where an update has
+    several, a second one finds the gradients of the first."""
     args, accelerator, model = trainer.args, trainer.accelerator, trainer.model_wrapped
     ballast = []
     if not trainer.is_deepspeed_enabled and "adamw" in args.optim:  # its moments come with the first step
