@@ -94,7 +94,7 @@ def main() -> None:
     from open_r1 import trainer as trainer_module
     from open_r1.weights import master_weights
 
-    trainers, updates, dtypes, head_gathered, gathered_now = [], [], [], [], [0]
+    trainers, updates, dtypes, images, head_gathered, gathered_now = [], [], [], [], [], [0]
 
     class Watch(TrainerCallback):
         """Gradients of all ranks together, before clipping."""
@@ -134,6 +134,11 @@ def main() -> None:
             self.add_callback(Watch())
             trainers.append(self)
 
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            grid = inputs.packed.image_grid_thw
+            images.append(0 if grid is None else len(grid))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     grpo.Qwen2VLGRPOTrainer = Trainer
     if "FAULT" in os.environ:
         make_fault(trainer_module, os.environ["FAULT"])
@@ -152,6 +157,7 @@ def main() -> None:
     rope = trainer.model.model.language_model.rotary_emb.inv_freq
     if trainer.args.process_index == 0:
         result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "dtypes": dtypes}
+        result["images"] = images  # of the rows of rank 0
         result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
         torch.save(result, path)
     if code:

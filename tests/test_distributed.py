@@ -6,6 +6,7 @@ Completions have unequal lengths, accumulation is above 1, and some prompts have
 without images in some rows.
 """
 
+import itertools
 import json
 import os
 import re
@@ -29,9 +30,11 @@ UPDATES = 3
 FIRST = "dynamic_sampling/first_zero_variance"
 
 
-def make_rows(seed: int, count: int) -> Dataset:
+def make_rows(seed: int, count: int, numbers: tuple[int, ...] = (1, 1, 0)) -> Dataset:
+    """`numbers` of images, again and again."""
     images = [
-        [] if i % 3 == 2 else [noise_image(100 * seed + i, 56 + 28 * (i % 2), 60)] for i in range(count)
+        [noise_image(100 * seed + i + 50 * k, 56 + 28 * ((i + k) % 2), 60) for k in range(number)]
+        for i, number in zip(range(count), itertools.cycle(numbers), strict=False)
     ]
     columns = {
         "images": images,
@@ -181,6 +184,17 @@ def test_other_configurations_make_the_same_updates(folder, one, name):
     assert_same_updates(got, one)
     for parameter, value in one["masters"].items():
         assert torch.allclose(got["masters"][parameter], value, atol=1e-6)
+
+
+def test_two_images_on_one_rank_and_none_on_the_other(folder):
+    """In the first update rank 0 has all images, in the second rank 1, in the third each has some."""
+    numbers = (2, 2, 0, 0, 0, 0, 2, 2, 2, 0, 0, 1)
+    make_rows(3, 12, numbers).save_to_disk(folder / "several")
+    flags = ("--bf16", "false", "--dataset_name", folder / "several", "--shuffle_dataset", "false")
+    expected = launch(folder, "several_one", "ddp", 1, *flags)
+    got = launch(folder, "several_two", "zero", 2, *flags, "--deepspeed", folder / "zero3.json")
+    assert expected["images"] == list(numbers) and got["images"] == [2, 2, 0, 0, 2, 0]
+    assert_same_updates(got, expected)
 
 
 def test_zero3_goes_on_where_one_rank_cannot_save_and_another_is_killed(folder, zero3):
