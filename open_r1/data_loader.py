@@ -169,3 +169,9 @@ def _from_shared(shared: tuple[Tensor, list[Prompt]] | DataError) -> list[Prompt
         return flat[first : first + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     return [replace(prompt, **{name: tensor(getattr(prompt, name)) for name in TENSORS}) for prompt in places]
+
+
+def alone(prompt: Prompt) -> Prompt:
+    """With tensors of its own: pickled, a part of a rollout's flat tensor would bring all of it along."""
+    tensors = {name: getattr(prompt, name) for name in TENSORS}
+    return replace(prompt, **{name: one.clone() for name, one in tensors.items() if one is not None})

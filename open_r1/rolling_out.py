@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .advantages import combine_rewards, equal_rewards, group_advantages
 from .data import Prompt
-from .data_loader import prompt_places
+from .data_loader import alone, prompt_places
 from .informative import kept_groups, share_out
 from .kl_readout import kl_to_base
 from .label_free import vote_numbers
@@ -169,7 +169,11 @@ class RollsOut:
         """What is trained on of what was drawn, this rank's and all ranks'."""
         args, kept = self.args, kept_groups(self.args, rewards)
         items = list(zip(drawn.prompts, drawn.voters, drawn.groups, drawn.values, strict=True))
-        own = share_out(items, kept, args.process_index, args.world_size, self.run_control.collect)
+
+        def collect(sent: list) -> list:
+            return self.run_control.collect([(i, (alone(prompt), *rest)) for i, (prompt, *rest) in sent])
+
+        own = share_out(items, kept, args.process_index, args.world_size, collect)
         prompts, voters, groups, values = map(list, zip(*own, strict=True))
         return Drawn(prompts, voters, groups, torch.stack(values)), per_function[kept], rewards[kept]
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 
 import pytest
 import torch
@@ -116,6 +117,15 @@ def test_no_file_stays_open_for_each_tensor(rows):
     kept = load(rows, num_workers=1)
     assert sum(len(prompts) for prompts in kept) == 40
     assert len(os.listdir("/proc/self/fd")) - before <= len(kept)
+
+
+def test_a_prompt_can_be_sent_without_its_rollout(rows):
+    ((first, *_), *_) = load(rows, stop=1, num_workers=1)
+    copy = pickle.loads(sent := pickle.dumps(data_loader.alone(first)))
+    assert_same([copy], [first])
+    held = [getattr(first, name) for name in data_loader.TENSORS]
+    assert len(sent) < sum(t.numel() * t.element_size() for t in held if t is not None) + 10_000
+    assert len(pickle.dumps(first)) > 4 * len(sent)
 
 
 def test_training_random_numbers_are_not_drawn(rows):

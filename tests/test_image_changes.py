@@ -9,11 +9,12 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from open_r1.arguments import check_args
+from open_r1.arguments import RecipeArguments, check_args
 from open_r1.augment import augmented
 from open_r1.data import PromptEncoder
 from open_r1.noisy_rollout import DEVIATIONS, NoisyRollout, deviation
 from open_r1.rollout import FastEngine
+from open_r1.run_identity import defining_flags
 from open_r1.sampling import Sampling, sampling_keys
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from tests.prompts import _OneRow, make_prompts, separate_logps
@@ -162,7 +163,9 @@ def test_updates_are_on_the_clean_image_and_a_resumed_run_makes_the_same(folder,
     monkeypatch.setattr(PromptEncoder, "encode", watched)
     monkeypatch.setattr(Qwen2VLGRPOTrainer, "compute_loss", compute_loss)
     more = (*MORE, "--steps_per_generation", 4, "--learning_rate", 1e-2, "--optim", "sgd")
-    run(folder, tmp_path / "whole", *more, "--max_steps", 4)
+    trainer = run(folder, tmp_path / "whole", *more, "--max_steps", 4)
+    assert trainer.encoder.augment and not trainer.eval_encoder.augment
+    assert defining_flags(RecipeArguments(), trainer.args)["max_steps"] == 4  # the noise falls by it
     for step, row, ratio in trained:
         pixels = encoded[step // 2, row.numbers[0]]
         if pixels is not None:
