@@ -71,6 +71,7 @@ def launch_flags(folder: Path, name: str, processes: int) -> tuple:
         "--learning_rate", 1e-2, "--optim", "sgd",
         "--lr_scheduler_type", "constant", "--max_grad_norm", 1e6, "--reward_funcs", "tests.rewards.letters",
         "--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--seed", 5, "--keep_top", 1,
+        "--kl_readout_steps", 1,
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def assert_same_updates(got: dict, expected: dict, updates: int = UPDATES) -> No
     for a, b in zip(got["logs"], expected["logs"], strict=True):
         for name in (
             "loss", "grad_norm", "reward", "completions/mean_length", "completions/entropy",
-            "zero_variance", "logps_gap",
+            "zero_variance", "logps_gap", "completions/distinct_4", "kl_to_base",
         ):  # fmt: skip
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=2e-6), name
     assert got["best"] == expected["best"]
@@ -125,6 +126,7 @@ def assert_same_updates(got: dict, expected: dict, updates: int = UPDATES) -> No
 def test_lengths_are_unequal_and_every_rollout_is_on_policy(one):
     """A loader that accelerate prepared would read ahead: rollouts one update old, far from the policy."""
     assert all(log["logps_gap"] < 1e-4 for log in one["logs"])
+    assert [log["kl_to_base"] > 0 for log in one["logs"]] == [False, True, True]
     assert any(log["completions/max_length"] > log["completions/mean_length"] for log in one["logs"])
 
 
@@ -173,9 +175,10 @@ def test_two_processes_with_zero3(folder, zero3, one):
     assert kept.keys() == got["masters"].keys()
     assert all(torch.equal(kept[name], value) for name, value in got["masters"].items())
     # The tied head is gathered for the embedding and for the head, forward and backward, in each of the
-    # rank's rows, and once to refresh the rollout copy; not once a chunk of logits (ten of them).
+    # rank's rows, and twice to refresh the rollout copy, which has held the base for the KL in between; not
+    # once a chunk of logits (ten of them).
     rows = PROMPTS // 2
-    assert all(0 < gathered <= 4 * rows + 1 for gathered in got["head_gathered"])
+    assert all(0 < gathered <= 4 * rows + 2 for gathered in got["head_gathered"])
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
