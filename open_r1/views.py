@@ -84,6 +84,7 @@ def without_image(prompt: Prompt, image_token: int) -> Prompt:
 
 # --- the weights of a rollout -----------------------------------------------------------------------------
 
+# Of the groups that are scored: their number, |w A|, |A|, tokens, and what these divide: w and two counts.
 SUMS = ("scored", "weighed", "unweighed", "tokens", "mean", "above_1", "zero")
 
 
@@ -108,12 +109,9 @@ class TokenWeigher:
         for part in self.rows(chosen, prompts, groups):
             scored = self.score(rollout, [prompts[i] for i in part], [groups[i] for i in part])
             for i, of_views in zip(part, scored, strict=True):
-                logps, ids = (
-                    [getattr(c, name).clone() for c in groups[i]] for name in ("logps", "token_ids")
-                )
-                given = {
-                    "logps": logps,
-                    "completion_ids": ids,
+                given = {  # copies, which a function may change
+                    "logps": [c.logps.clone() for c in groups[i]],
+                    "completion_ids": [c.token_ids.clone() for c in groups[i]],
                     "advantages": advantages[i].clone(),
                     **of_views,
                 }

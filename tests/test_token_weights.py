@@ -1,6 +1,7 @@
 """Token weights by hand, the views they come from, and runs with them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,8 +118,9 @@ def test_views_change_pixels_only_and_follow_from_seed_rollout_and_row():
     prompts, processor = make_prompts(), tiny_processor()
     cpu, two_images = torch.device("cpu"), prompts[2]
 
-    def make(name: str, rollout: int = 7, seed: int = 3):
-        return ImageViews(processor.image_processor, seed, cpu).view(two_images, rollout, name, CHANGES[name])
+    def make(name: str, rollout: int = 7, seed: int = 3, row: int = 2):
+        views, prompt = ImageViews(processor.image_processor, seed, cpu), replace(two_images, row=row)
+        return views.view(prompt, rollout, name, CHANGES[name])
 
     destroyed, perturbed = make("destroyed"), make("perturbed")
     for view in (destroyed, perturbed):
@@ -144,7 +146,7 @@ def test_views_change_pixels_only_and_follow_from_seed_rollout_and_row():
     assert 0.05 < (noised - pixels(two_images)).std() < 0.15
     again = make("perturbed")
     assert torch.equal(again.pixel_values, perturbed.pixel_values)
-    for other in (make("perturbed", rollout=8), make("perturbed", seed=4)):
+    for other in (make("perturbed", **one) for one in ({"rollout": 8}, {"seed": 4}, {"row": 3})):
         assert not torch.equal(other.pixel_values, perturbed.pixel_values)
 
 
