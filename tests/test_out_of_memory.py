@@ -96,9 +96,9 @@ def test_train_sh_goes_on_with_smaller_rows(folder):  # noqa: F811
     run = train_sh(
         folder, "small", "--prompts_per_row", "2", "--max_steps", "2", "--save_steps", "1",
         "--max_hours", "9", "--num_generations", "2", "--reward_weights", "1",
-        "--reward_funcs", "tests.small_memory.letters",
+        "--reward_funcs", "tests.small_memory.letters", "--finalize", "false",
     )  # fmt: skip
-    code, found = run.end()
+    code, found = run.end(timeout=400)
     shown = run.log.read_text()
     assert (code, found["cause"]) == (0, "finished"), shown[-6000:]
     again = [line for line in shown.splitlines() if line.startswith("train.sh: no memory was left")]
