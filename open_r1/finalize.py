@@ -305,9 +305,12 @@ def main() -> int:
         if nothing is None:
             write_status(status, "running", "The candidates are scored.", None)
             launch(args, args.plan["sets"], answer)
+            result = json.loads((Path(args.out) / RESULT).read_bytes())
+            cause, message = "finished" if result["complete"] else "deadline", result["why"]
         else:
             print(f"finalize: {nothing}")
-        write_status(status, "finished", nothing or "The best candidate is submitted.", 0)
+            cause, message = "finished", nothing
+        write_status(status, cause, message, 0)
         return 0
     except Refused as refused:
         print(f"finalize: {refused}", file=sys.stderr)

@@ -171,6 +171,7 @@ def test_the_time_is_up(run, out_of_time, chosen):
     run.found = {"update 10": GOOD, out_of_time: None}
     assert run.finalize() == 0
     assert run.result["submitted"] == chosen and not run.result["complete"]
+    assert run.status["cause"] == "deadline" and run.status["exit_code"] == 0
     assert list(run.held)[-1] == out_of_time and out_of_time not in run.result["candidates"]
     run.found[out_of_time] = BEST
     run.found["submission"] = GOOD
