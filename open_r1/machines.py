@@ -55,10 +55,11 @@ def check_machines(run) -> Found:
 
 
 def _facts(run) -> dict[str, Any]:
-    """What must be the same everywhere; what another check refuses is left out."""
+    """What must be the same everywhere. It never raises: the other ranks would wait."""
     facts = {f"--{k}": v for k, v in run_identity.defining_flags(run.recipe, run.args).items()}
-    with suppress(ValueError, OSError):
-        facts["the model"] = run_identity.model_content(run.base) if run.base else None
+    facts["the model"] = None
+    with suppress(Exception):  # there is none, or its files are broken in one of many ways
+        facts["the model"] = run_identity.model_content(run.base)
     sets = {"train": run.data, **run.validation_sets}
     for name, data in sets.items():
         if data is not None:
@@ -67,7 +68,7 @@ def _facts(run) -> dict[str, Any]:
 
 
 def _row(data, row: int) -> str | None:
-    with suppress(ValueError, OSError):  # a bad row is told by its own check
+    with suppress(Exception):  # a bad row is told by its own check
         return run_identity.data_content(data, [row])
     return None
 

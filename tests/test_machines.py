@@ -23,8 +23,11 @@ def start(folder: Path, machine: int, port: int, out: Path, *more):  # noqa: F81
         "NUM_GPUS": 0, "NUM_MACHINES": 2, "MACHINE_RANK": machine, "MAIN_PROCESS_IP": "127.0.0.1",
         "MAIN_PROCESS_PORT": port,
     }  # fmt: skip
-    command = ["bash", ROOT / "train.sh", "--max_steps", 2, "--max_completion_length", 8, "--report_to",
-               "none", "--save_steps", 2, "--num_generations", 2, "--finalize", "false", *more]  # fmt: skip
+    command = (
+        "bash", ROOT / "train.sh", "--max_steps", 2, "--save_steps", 2, "--eval_limit", 2,
+        "--max_completion_length", 8, "--num_generations", 2, "--report_to", "none", "--finalize", "false",
+        *more,
+    )  # fmt: skip
     return subprocess.Popen(
         list(map(str, command)), env=os.environ | {k: str(v) for k, v in settings.items()},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
