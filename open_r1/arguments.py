@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig
 
+from . import lora
 from .flag_rules import places, rules, values
 from .protocol import MAX_NEW_TOKENS
 
@@ -29,7 +30,10 @@ NOT_HONOURED = (
     "eval_on_start", "eval_accumulation_steps", "batch_eval_metrics", "metric_for_best_model", "past_index",
     "include_for_metrics",
 )  # fmt: skip
-HONOURED_MODEL = {"model_name_or_path"}
+HONOURED_MODEL = {
+    "model_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_dropout",
+    "use_rslora", "lora_vision", "freeze_vision_tower",
+}  # fmt: skip
 
 
 @dataclass
@@ -306,6 +310,7 @@ class GRPOArguments(GRPOConfig):
         )
         self.checkpoints_kept = self.save_total_limit or 2
         self.planned_processes: int | None = None  # set by preflight.py in a dry run
+        self.frozen = self.adapters = 0  # parameters that are not trained, and LoRA's; set by preflight.py
         self.save_total_limit = None  # the Trainer's own pruning knows no complete-marker
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself
@@ -346,10 +351,33 @@ class GRPOArguments(GRPOConfig):
         return self.steps_per_generation // self.gradient_accumulation_steps * self.num_iterations
 
 
-def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig) -> None:
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's ModelConfig: what the policy is made from, and what of it is trained."""
+
+    lora_dropout: float = field(
+        default=0.0, metadata={"help": "0: rollouts come from merged weights, which know no dropout."}
+    )
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Names of the linear layers that get adapters. None: all of the text tower."},
+    )
+    lora_vision: bool = field(
+        default=False, metadata={"help": "Adapters in the vision tower and its merger too."}
+    )
+    freeze_vision_tower: bool = field(
+        default=False,
+        metadata={
+            "help": "Train the text tower alone; an image is looked at once a rollout. The merger is frozen "
+            "too. With --use_peft the tower is frozen anyway, unless --lora_vision."
+        },
+    )
+
+
+def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelArguments) -> None:
     """Refuses every combination that cannot do what it says. ValueError, one sentence each, all of them at
     once."""
-    found = *values(recipe, args), *rules(recipe, args), *places(recipe, args, model)
+    found = *values(recipe, args), *rules(recipe, args), *places(recipe, args, model), *lora.rules(model)
     faults = [sentence for bad, sentence in found if bad]
     refused = set(NOT_HONOURED) & _names(TrainingArguments)
     honoured = _names(TrainingArguments) - refused
@@ -363,7 +391,7 @@ def check_args(recipe: RecipeArguments, args: GRPOArguments, model: ModelConfig)
         model,
         ModelConfig,
         HONOURED_MODEL,
-        "the model is trained in full from float32 weights with packed attention; leave it out",
+        "the model is trained from its own weights with packed attention; leave it out",
     )
     if faults:
         raise ValueError("\n".join(faults))

@@ -270,6 +270,8 @@ class Prompt:
     image_grid_thw: Tensor | None  # [images, 3] int64, in patches
     columns: dict[str, Any]  # CountingData.columns: what rewards get
     images: list[PIL.Image.Image] | None  # only with keep_images
+    # [image tokens, H] of pixel_values, once a frozen tower has seen them: who changes the pixels drops them.
+    image_features: Tensor | None = None
 
 
 class _Positions:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import packed_attention
-from .layers import decoder_outputs, fused, rms_norm, rotated
+from .layers import decoder_outputs, fused, rms_norm, rotated, weight_of
 from .sampling import Sampling, keyed_uniform, sample
 
 
@@ -133,8 +133,8 @@ def decode_step(model: nn.Module, layers: DecodeLayers, batch: DecodeBatch, visi
         attended = attend(layer.self_attn, joint, cos, sin, cache, number)  # [B, 1, heads, D]
         norm = layer.post_attention_layernorm
         x = fused(decoder_outputs, device)(
-            x, attended, layer.self_attn.o_proj.weight, norm.weight, norm.variance_epsilon, [gate_up],
-            layer.mlp.down_proj.weight,
+            x, attended, weight_of(layer.self_attn.o_proj), norm.weight, norm.variance_epsilon,
+            [(gate_up, None)], weight_of(layer.mlp.down_proj),
         )  # fmt: skip
     cache.slot.add_(1)
     batch.positions.add_(1)

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from .checkpoint import tensor_slots, weight_files
+from .checkpoint import weight_files
 
 MARGIN = 1.02  # of what is asked for: logs, processor files, the blocks of a file system
 
@@ -14,11 +14,10 @@ def model_bytes(folder: Path) -> int:
     return sum((folder / file).stat().st_size for file in weight_files(folder))
 
 
-def checkpoint_bytes(base: Path, deepspeed: bool) -> int:
-    """Expected bytes of a checkpoint of a policy made from `base`: float32 weights and AdamW's two moments
-    are 12 a parameter; DeepSpeed's have the gathered 16-bit weights too, and padding: 16."""
-    sizes = (places[0].shape for places in tensor_slots(base).values())
-    return (16 if deepspeed else 12) * sum(_product(shape) for shape in sizes)
+def checkpoint_bytes(saved: int, trained: int, deepspeed: bool) -> int:
+    """Expected bytes of a checkpoint of so many parameters: 4 for each in float32, and 8 for AdamW's two
+    moments of what is trained; DeepSpeed's have the gathered 16-bit weights too, and padding: 4 more."""
+    return (8 if deepspeed else 4) * saved + 8 * trained
 
 
 def folder_bytes(folder: Path) -> int:
@@ -49,10 +48,3 @@ def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     folder = Path(os.path.abspath(folder))
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

@@ -11,9 +11,7 @@ from .advantages import LEVELS, LOSS_TYPES, SCALES
 from .protocol import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from trl import ModelConfig
-
-    from .arguments import GRPOArguments, RecipeArguments
+    from .arguments import GRPOArguments, ModelArguments, RecipeArguments
 
 ENGINES = ("fast", "transformers")
 ROLLOUTS_AHEAD = 8  # that rows may be drawn under --difficulty_sampling: see row_sampler.py
@@ -63,7 +61,7 @@ def values(recipe: "RecipeArguments", args: "GRPOArguments") -> Iterator[tuple[b
 
 
 def places(
-    recipe: "RecipeArguments", args: "GRPOArguments", model: "ModelConfig"
+    recipe: "RecipeArguments", args: "GRPOArguments", model: "ModelArguments"
 ) -> Iterator[tuple[bool, str]]:
     """As `rules`, of folders that lie in each other. OUT gets files which a data set would take for rows."""
     for name, folder in (("output_dir", args.output_dir), ("submission_dir", recipe.submission_dir)):

@@ -28,9 +28,8 @@ import torch
 from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.integrations import TensorBoardCallback
-from trl import ModelConfig
 
-from open_r1.arguments import GRPOArguments, RecipeArguments
+from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine, TensorBoard
 from open_r1.checkpoint import load_policy
 from open_r1.complete import own_checkpoints
@@ -39,7 +38,9 @@ from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
 from open_r1.flag_parser import FlagParser
+from open_r1.frozen_vision import freeze_vision_tower
 from open_r1.label_free import majority_vote_reward, negative_entropy_reward, self_certainty_reward
+from open_r1.lora import add_adapters
 from open_r1.preflight import preflight
 from open_r1.processor import load_processor
 from open_r1.protocol import ANSWER, extract_answer
@@ -121,7 +122,7 @@ def main() -> None:
     control = RunControl()
     control.handle_signals()
     try:
-        recipe, args, model_args = FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse()
+        recipe, args, model_args = FlagParser((RecipeArguments, GRPOArguments, ModelArguments)).parse()
         run(recipe, args, model_args, control)
     except StopRun as stop:
         if stop.code:
@@ -140,8 +141,9 @@ def main() -> None:
 
 
 def run(
-    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, control: RunControl | None = None
-):
+    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelArguments,
+    control: RunControl | None = None,
+):  # fmt: skip
     """Checks, loads, trains, validates; returns the trainer (None after a dry run). Raises StopRun, with all
     saved, where the run ends before its last update."""
     control = control or RunControl()
@@ -162,14 +164,19 @@ def run(
     # Models: the policy, the rollout copy of it, and a reference only for a KL term.
     low = torch.bfloat16 if args.bf16 else torch.float32
     start = first_weights(recipe, out, base)
-    policy = load_policy(
-        start, low if args.deepspeed else torch.float32
-    )  # DeepSpeed makes the float32 masters itself
+    # DeepSpeed makes the float32 masters itself, and with LoRA the base needs none.
+    policy = load_policy(start, low if args.deepspeed or model_args.use_peft else torch.float32)
+    if model_args.use_peft:
+        add_adapters(policy, model_args, args.seed)
+    if model_args.freeze_vision_tower:
+        freeze_vision_tower(policy, low)
     rollout_copy = load_policy(start, low, args.device).requires_grad_(False)
     engine = {"fast": FastEngine, "transformers": TransformersEngine}[args.rollout_engine](
         rollout_copy, processor
     )
-    reference = load_policy(start, low, args.device).requires_grad_(False) if args.beta else None
+    reference = None  # with LoRA it is the policy without its adapters
+    if args.beta and not model_args.use_peft:
+        reference = load_policy(start, low, args.device).requires_grad_(False)
 
     keep_images = any(reward.wants("images") for reward in rewards)
     encoder = PromptEncoder(
@@ -201,7 +208,7 @@ def run(
     json_log.trainer = step_line.trainer = hours.trainer = trainer
     trainer.validation_rows = validation_rows(recipe, args, ready.validation_sets)
     trainer.run, trainer.base, trainer.longest = ready.identity["run"], base, ready.longest
-    trainer.checkpoint_size = checkpoint_bytes(base, bool(args.deepspeed))
+    trainer.checkpoint_size = checkpoint_bytes(ready.saved, ready.trained, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     if trainer.pop_callback(TensorBoardCallback):

@@ -103,20 +103,23 @@ def offloaded(args: GRPOArguments, what: str) -> bool:
 def weights(parameters: int, args: GRPOArguments) -> dict[str, int]:
     """What follows from the model's size alone, and is certain before any activation."""
     low, stage = low_bytes(args), zero(args).get("stage", 0)
+    policy = parameters + args.adapters
+    trained = policy - args.frozen
 
-    def share(from_stage: int) -> float:
-        return parameters / (args.processes if stage >= from_stage else 1)
+    def share(from_stage: int, count: int = trained) -> float:
+        return count / (args.processes if stage >= from_stage else 1)
 
     on_gpu = not offloaded(args, "optimizer")
-    needs = {"weights": low * share(3) * (not offloaded(args, "param"))} if stage else {}
+    whole = low * share(3, policy) * (not offloaded(args, "param"))
+    needs = {"weights": whole} if stage else {"frozen weights": low * args.frozen}
     needs["float32 masters"] = 4 * share(1) * on_gpu
     if "adamw" in args.optim:
         needs["Adam"] = 8 * share(1) * on_gpu
     needs["gradients"] = 4 * share(2) * on_gpu
     if not stage and args.processes > 1:
-        needs["gradient buckets"] = 4 * parameters  # of DistributedDataParallel
+        needs["gradient buckets"] = 4 * trained  # of DistributedDataParallel
     needs["rollout copy"] = low * parameters  # its joint tensors are what its modules' weights are views of
-    if args.beta:
+    if args.beta and not args.adapters:
         needs["reference"] = low * parameters
     return {name: int(size) for name, size in needs.items() if size}
 

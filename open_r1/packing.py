@@ -8,6 +8,7 @@ rows.
 Legend
   L  tokens of the row                N  completion tokens of the row (the scored ones)
   C  completions of the row           patches: of all images of the row
+  H  hidden size of the text tower
 A completion's last token is scored but never fed: nothing stands behind it.
 """
 
@@ -38,6 +39,7 @@ class PackedRow:
     pixel_values: Tensor | None  # [patches, channels * temporal * patch * patch]
     image_grid_thw: Tensor | None  # [images, 3], stays on the CPU: shapes follow from it
     block_kinds: Tensor | None  # [L / BLOCK, L / BLOCK] for FlexAttention, of a padded row
+    image_features: Tensor | None = None  # [image tokens, H] in place of pixels, where all prompts have them
 
     def to(self, device: torch.device | str) -> "PackedRow":
         return replace(
@@ -83,7 +85,9 @@ def pack(groups: Sequence[tuple[Prompt, Sequence[Tensor]]], length: int | None =
         raise ValueError(f"a packed row of {offset} tokens does not fit into {length}")
     group_ids = F.pad(torch.cat(group_ids), (0, padding), value=PADDING_GROUP)
     completion_ids = F.pad(torch.cat(completion_ids), (0, padding))
-    images = [prompt for prompt, _ in groups if prompt.pixel_values is not None]
+    features = [prompt.image_features for prompt, _ in groups]
+    known = bool(features) and all(one is not None for one in features)
+    images = [prompt for prompt, _ in groups if prompt.pixel_values is not None and not known]
     no_tokens = torch.zeros(0, dtype=torch.long)
     return PackedRow(
         input_ids=F.pad(torch.cat(ids), (0, padding)),
@@ -96,6 +100,7 @@ def pack(groups: Sequence[tuple[Prompt, Sequence[Tensor]]], length: int | None =
         pixel_values=torch.cat([p.pixel_values for p in images]) if images else None,
         image_grid_thw=torch.cat([p.image_grid_thw for p in images]) if images else None,
         block_kinds=None if length is None else block_kinds(group_ids, completion_ids),
+        image_features=torch.cat(features) if known else None,
     )
 
 

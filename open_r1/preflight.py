@@ -15,10 +15,9 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
-from trl import ModelConfig
 
-from . import data_survey, machine_checks, machines, memory, model_checks, start, validation
-from .arguments import GRPOArguments, RecipeArguments, check_args
+from . import data_survey, lora, machine_checks, machines, memory, model_checks, start, validation
+from .arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
 from .checkpoint import local_model, write_atomically
 from .data import CountingData, DataError, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
@@ -44,13 +43,14 @@ class Run:
 
     recipe: RecipeArguments
     args: GRPOArguments
-    model_args: ModelConfig
+    model_args: ModelArguments
     registry: dict[str, Callable]
     devices: list[machine_checks.Device]  # of all ranks
     flags: bool | None = None
     base: Path | None = None  # the model's folder
     config: Qwen2VLConfig | None = None
     parameters: int | None = None
+    trained: int | None = None  # of them, or of the adapters
     weights: bool | None = None  # whether the files hold what the configuration says
     template: bool | None = None
     processor: Any = None
@@ -72,6 +72,11 @@ class Run:
         return Path(self.args.output_dir)
 
     @property
+    def saved(self) -> int:
+        """Parameters in a checkpoint."""
+        return self.trained if self.model_args.use_peft else self.parameters
+
+    @property
     def is_main(self) -> bool:
         return self.args.process_index == 0
 
@@ -81,7 +86,7 @@ class NotReady(ValueError):
 
 
 def preflight(
-    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelConfig, registry: dict[str, Callable]
+    recipe: RecipeArguments, args: GRPOArguments, model_args: ModelArguments, registry: dict[str, Callable]
 ) -> Run:
     """Makes every check on every rank (rank 0 alone looks at the rows) and shows the screen on rank 0; that
     of a run which starts is kept as OUT/preflight.txt. Raises NotReady on rank 0, and
@@ -167,10 +172,18 @@ def check_model(run: Run) -> Found:
         raise ValueError("--model_name_or_path is missing: set it to a Qwen2-VL folder or a hub name")
     run.base = local_model(run.model_args.model_name_or_path)
     run.config = model_checks.check_config(run.base)
-    run.parameters = sum(map(math.prod, model_checks.parameter_shapes(run.config).values()))
+    shapes = model_checks.parameter_shapes(run.config)
+    run.parameters = sum(map(math.prod, shapes.values()))
+    run.trained = lora.trained_parameters(shapes, run.model_args)
+    run.args.adapters = run.trained if run.model_args.use_peft else 0
+    run.args.frozen = run.parameters + run.args.adapters - run.trained
     limit, vocabulary = run.args.vocab_limit or 0, run.config.get_text_config().vocab_size
     too_high = f"--vocab_limit {limit}: the model has {vocabulary} logits; set at most that"
-    return [f"{run.base} ({run.parameters:,} parameters)"], [too_high] if limit > vocabulary else []
+    trained = "" if run.trained == run.parameters else f", {run.trained:,} trained"
+    if run.model_args.use_peft:
+        trained += " in adapters"
+    lines = [f"{run.base} ({run.parameters:,} parameters{trained})"]
+    return lines, [too_high] if limit > vocabulary else []
 
 
 def check_weights(run: Run) -> Found:

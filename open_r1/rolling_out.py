@@ -19,9 +19,11 @@ from torch import Tensor
 from .advantages import combine_rewards, equal_rewards, group_advantages
 from .data import Prompt
 from .data_loader import alone, prompt_places
+from .frozen_vision import with_image_features
 from .informative import kept_groups, share_out
 from .kl_readout import kl_to_base
 from .label_free import vote_numbers
+from .lora import adapters_off
 from .metrics import best_and_worst, completion_numbers, rollout_metrics, shares_right
 from .probe import image_probe
 from .rewards import reward_arguments
@@ -109,6 +111,8 @@ class RollsOut:
         them, attempt 1 or later, shares; its noise is another."""
         args = self.args
         numbers = [place + attempt * args.prompts_per_rollout for place in places]
+        if self.vision_is_frozen:
+            prompts = with_image_features(prompts, self.engine.model.model.visual)
         keys = sampling_keys(args.seed, number, numbers, args.completions_drawn)
         generate = partial(self.noisy.generate, number) if self.noisy else self.engine.generate
         voters = generate(
@@ -228,5 +232,12 @@ class RollsOut:
             # From the second update on the policy is not the one that sampled.
             rows = [replace(row, old_logps=self.score(self.model_wrapped, row.packed).cpu()) for row in rows]
         if self.args.beta:
-            rows = [replace(row, ref_logps=self.score(self.ref_model, row.packed).cpu()) for row in rows]
+            rows = [replace(row, ref_logps=self.reference_logps(row).cpu()) for row in rows]
         return rows
+
+    def reference_logps(self, row: TrainingRow) -> Tensor:
+        """Log-probs [N] under the reference: with LoRA that is the policy without its adapters."""
+        if self.ref_model is not None:
+            return self.score(self.ref_model, row.packed)
+        with adapters_off(self.model):
+            return self.score(self.model_wrapped, row.packed)

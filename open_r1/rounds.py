@@ -121,6 +121,7 @@ def keeper(recipe: RecipeArguments, args: GRPOArguments, ready, start: Path) -> 
     on_rank_zero(lambda: write_atomically(out / PLAN, f"{json.dumps(plan)}\n".encode()))
     top = None
     if recipe.keep_top:
-        checkpoint = disk.checkpoint_bytes(base, bool(args.deepspeed)) if args.save_strategy != "no" else 0
+        size = disk.checkpoint_bytes(ready.saved, ready.trained, bool(args.deepspeed))
+        checkpoint = size if args.save_strategy != "no" else 0
         top = TopMasters(out, base, run, recipe.keep_top, checkpoint + disk.model_bytes(base))
     return KeepBest(base, submission, Curve(out, rows), level=recipe.select_level, start=start, top=top)

@@ -18,7 +18,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from . import versions
-from .arguments import HONOURED, GRPOArguments, RecipeArguments
+from .arguments import HONOURED, GRPOArguments, ModelArguments, RecipeArguments
 from .checkpoint import read_header, weight_files, write_atomically
 from .data import CountingData
 from .lock import lock_out
@@ -44,6 +44,9 @@ DEFINING = {
 }  # fmt: skip
 # Flags that cut an update into rows: only their products count.
 ROWS = ("prompts_per_row", "gradient_accumulation_steps", "steps_per_generation")
+# What of the model is trained.
+FROZEN = ("use_peft", "freeze_vision_tower")
+LORA = (*FROZEN, "lora_r", "lora_alpha", "lora_target_modules", "lora_vision", "use_rslora")
 SAMPLED_ROWS, SAMPLED_BLOCKS, BLOCK = 256, 64, 4096  # of a data set; of a weight file, with their bytes
 
 
@@ -51,13 +54,13 @@ SAMPLED_ROWS, SAMPLED_BLOCKS, BLOCK = 256, 64, 4096  # of a data set; of a weigh
 
 
 def describe(
-    recipe: RecipeArguments, args: GRPOArguments, base: Path, rewards: Iterable, data: CountingData,
-    rows: list[int], validation_sets: dict[str, CountingData],
+    recipe: RecipeArguments, args: GRPOArguments, model: ModelArguments, base: Path, rewards: Iterable,
+    data: CountingData, rows: list[int], validation_sets: dict[str, CountingData],
 ) -> dict[str, Any]:  # fmt: skip
     """What decides the result, ready for JSON, with what is good to know later."""
     sets = {"train": (data, rows)} | {name: (val, range(len(val))) for name, val in validation_sets.items()}
     identity = {
-        "flags": defining_flags(recipe, args),
+        "flags": defining_flags(recipe, args, model),
         "model": {"path": str(base), "content": model_content(base)},
         "data": {
             name: {"path": one.source, "rows": len(used), "content": data_content(one, used)}
@@ -70,13 +73,14 @@ def describe(
     return json.loads(json.dumps(identity))
 
 
-def defining_flags(recipe: RecipeArguments, args: GRPOArguments) -> dict[str, Any]:
+def defining_flags(recipe: RecipeArguments, args: GRPOArguments, model: ModelArguments) -> dict[str, Any]:
     """Flags by name, and the entries of the DeepSpeed configuration."""
     inherited = {f.name for f in fields(GRPOConfig)}
     own = {f.name for f in fields(args) if f.name not in inherited or f.name in GRPOArguments.__annotations__}
     names = (own | HONOURED | DEFINING) - NOT_DEFINING
     flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
     flags |= {f.name: getattr(recipe, f.name) for f in fields(recipe) if f.name not in NOT_DEFINING}
+    flags |= {name: getattr(model, name) for name in (LORA if model.use_peft else FROZEN)}
     if _schedule_depends_on_the_end(args) or args.noisy_rollout:
         flags["max_steps"] = args.max_steps
     if args.deepspeed:

@@ -1,7 +1,8 @@
 """How a trainer writes a checkpoint that is whole or not there, on any number of ranks, and reads it exactly.
 
 It is written to OUT/.saving, marked, and renamed to OUT/checkpoint-STEP. A write that fails on any rank (a
-full disk) ends the save on all of them together; the checkpoints before it stay, and the run goes on.
+full disk) ends the save on all of them together; the checkpoints before it stay, and the run goes on. With
+LoRA it holds the adapters and their optimizer, and not the base.
 """
 
 import errno
@@ -16,7 +17,9 @@ from safetensors import SafetensorError
 from . import disk
 from .checkpoint import fsync, load_policy
 from .complete import SAVING, clear_saving, discard, own_checkpoints, prune, publish
+from .lora import has_adapters, read_adapters, write_adapters
 from .ranks import first_of_ranks, on_rank_zero
+from .weights import adapter_weights
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # torch reports a full disk as a RuntimeError
 
@@ -93,7 +96,7 @@ class SavesCheckpoints:
         save = engine.save_checkpoint
 
         def save_then_name(folder: str, **options) -> None:
-            save(folder, save_latest=False, **options)
+            save(folder, save_latest=False, exclude_frozen_parameters=has_adapters(self.model), **options)
             if self.args.process_index == 0:
                 Path(folder, "latest").write_text(f"global_step{engine.global_steps}")
 
@@ -104,6 +107,18 @@ class SavesCheckpoints:
             stack.callback(delattr, engine, "save_checkpoint")
             stack.enter_context(deferred(errors, engine, "save_checkpoint"))
             yield
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if has_adapters(self.model):
+            self._save(output_dir, adapter_weights(self.model))
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not has_adapters(self.model):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            write_adapters(self.model, state_dict, Path(output_dir))
 
     def _publish(self, folder: Path, out: Path, info: dict) -> None:
         """OSError where a file is missing that going on needs: the Trainer would only say so in its log, and
@@ -127,6 +142,9 @@ class SavesCheckpoints:
         """The Trainer's own loads the file's names (`visual.…`) into the module's (`model.visual.…`)
         without strictness: nothing arrives, and the run goes on from the base. DeepSpeed restores its
         engine elsewhere."""
+        if has_adapters(self.model):
+            read_adapters(self.model, Path(resume_from_checkpoint))
+            return
         loaded = dict(load_policy(resume_from_checkpoint, torch.float32).named_parameters())
         for name, parameter in self.model.named_parameters():
             parameter.copy_(loaded[name])

@@ -25,19 +25,25 @@ def row_hidden_states(
     pixel_values: Tensor | None,
     image_grid_thw: Tensor | None,
     block_kinds: Tensor | None,
+    image_features: Tensor | None = None,
     **cache,
 ) -> Tensor:
-    """Hidden states [L, H] of a packed row. The text tower must have been switched to ATTENTION."""
+    """Hidden states [L, H] of a packed row. The text tower must have been switched to ATTENTION.
+
+    With `image_features` the vision tower is not run: a row of a rollout has them on every rank, or on none.
+    """
     inner = model.model
     embeds = inner.get_input_embeddings()(input_ids[None])  # [1, L, H]
-    if pixel_values is None:
+    placeholders = (input_ids == model.config.image_token_id)[None, :, None]  # [1, L, 1]
+    if image_features is not None:
+        embeds = embeds.masked_scatter(placeholders, image_features.to(embeds.dtype))
+    elif pixel_values is None:
         # Under ZeRO-3 (and DDP) every rank must run the same modules: a row without images looks at one
         # blank patch square.
-        features = image_features(inner.visual, *blank_image(inner.config.vision_config, embeds.device))
+        features = look_at(inner.visual, *blank_image(inner.config.vision_config, embeds.device))
         embeds = embeds + 0.0 * features.sum().to(embeds.dtype)
     else:
-        features = image_features(inner.visual, pixel_values, image_grid_thw)
-        placeholders = (input_ids == model.config.image_token_id)[None, :, None]  # [1, L, 1]
+        features = look_at(inner.visual, pixel_values, image_grid_thw)
         embeds = embeds.masked_scatter(placeholders, features.to(embeds.dtype))
     return inner.language_model(
         inputs_embeds=embeds,
@@ -47,7 +53,7 @@ def row_hidden_states(
     ).last_hidden_state[0]
 
 
-def image_features(visual: nn.Module, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+def look_at(visual: nn.Module, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
     """The image tokens' embeddings [patches / 4, H], image after image. image_grid_thw is on the CPU, so
     that nothing waits for the GPU."""
     starts = get_vision_cu_seqlens(image_grid_thw)

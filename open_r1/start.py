@@ -47,7 +47,7 @@ def check_start(run) -> Found:
         refuse_code(run.done[0])
     functions = [*run.rewards, run.token_weights] if run.token_weights else run.rewards
     now = run_identity.describe(
-        run.recipe, run.args, run.base, functions, run.data, run.rows, run.validation_sets
+        run.recipe, run.args, run.model_args, run.base, functions, run.data, run.rows, run.validation_sets
     )
     now["flags"] |= files_that_define(run)
     run.identity, lines = run_identity.judge(run.out, now, run.done, run.recipe.accept_changes)
@@ -74,7 +74,7 @@ def check_disk(run) -> Found:
         return [], []
     args, needs = run.args, []
     if args.save_strategy != "no":
-        size = disk.checkpoint_bytes(run.base, bool(args.deepspeed))
+        size = disk.checkpoint_bytes(run.saved, run.trained, bool(args.deepspeed))
         own = own_checkpoints(run.out, run.identity["run"])
         left = args.max_steps - (run.done[1]["step"] if run.done else 0)
         copies = max(0, min(2 - len(own), -(-left // int(args.save_steps))))

@@ -1,5 +1,6 @@
 """OUT/masters: float32 weights of the best validated models of a run, for finalize.py to average and mix."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class TopMasters:
     def __init__(self, out: Path, base: Path, run: str, keep: int, reserve: int):
         self.out, self.run, self.keep, self.reserve = out, run, keep, reserve
         self.shapes = {name: places[0].shape for name, places in tensor_slots(base).items()}
-        self.size = disk.checkpoint_bytes(base, deepspeed=False) // 3  # float32 weights alone
+        self.size = 4 * sum(map(math.prod, self.shapes.values()))  # bytes in float32
         self.said = False
 
     def offer(self, policy: nn.Module, score: float, step: int) -> bool:

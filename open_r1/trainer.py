@@ -28,6 +28,7 @@ from .control import RunControl, StopRun
 from .data import CountingData, PromptEncoder
 from .data_loader import rollout_prompts
 from .finite import FiniteWatch
+from .frozen_vision import vision_is_frozen
 from .keep_best import KeepBest, numbers_of
 from .metrics import means
 from .noisy_rollout import NoisyRollout
@@ -74,9 +75,9 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
     """GRPO on Qwen2-VL.
 
     `model` is the policy (float32, or what DeepSpeed makes of it), `engine` owns the rollout copy of its
-    weights, `ref_model` is needed with beta > 0 only. `rows` of `data` are trained on. `validation_sets`
-    maps names to data sets and `eval_encoder` shows them as the grader does; without a `keep_best` they are
-    only measured. A `weigher` gives each token its own share of the advantage.
+    weights, `ref_model` is needed with beta > 0 only, and not with LoRA. `rows` of `data` are trained on.
+    `validation_sets` maps names to data sets and `eval_encoder` shows them as the grader does; without a
+    `keep_best` they are only measured. A `weigher` gives each token its own share of the advantage.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.row_sampler = RowSampler(args, data, rows)
         self.noisy = NoisyRollout(args, engine, processor.image_processor) if args.noisy_rollout else None
         self.validation_sets, self.eval_encoder = validation_sets, eval_encoder
-        self.keep_best, self.weigher = keep_best, weigher
+        self.keep_best, self.weigher, self.vision_is_frozen = keep_best, weigher, vision_is_frozen(model)
         self.validation_rows = {
             name: validation.pick_rows(len(data), args.eval_limit) for name, data in validation_sets.items()
         }

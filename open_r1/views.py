@@ -70,7 +70,7 @@ class ImageViews:
         key = noise_key(self.seed, rollout, prompt.row, name)
         generator = torch.Generator(self.device).manual_seed(key)
         changed = (change(patches * self.std + self.mean, generator) - self.mean) / self.std
-        return replace(prompt, pixel_values=changed.view_as(given))
+        return replace(prompt, pixel_values=changed.view_as(given), image_features=None)
 
 
 def without_image(prompt: Prompt, image_token: int) -> Prompt:
@@ -79,7 +79,8 @@ def without_image(prompt: Prompt, image_token: int) -> Prompt:
     tower."""
     kept = prompt.input_ids != image_token
     ids, positions = prompt.input_ids[kept], prompt.position_ids[:, kept]
-    return replace(prompt, input_ids=ids, position_ids=positions, pixel_values=None, image_grid_thw=None)
+    nothing = {"pixel_values": None, "image_grid_thw": None, "image_features": None}
+    return replace(prompt, input_ids=ids, position_ids=positions, **nothing)
 
 
 # --- the weights of a rollout -----------------------------------------------------------------------------

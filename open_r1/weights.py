@@ -1,5 +1,5 @@
 """Where the policy's weights go: into the rollout copy after each update, and to the submission in
-float32."""
+float32. What adapters (lora.py) add is merged on the way: both are plain models."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from .checkpoint import parameter_name, weight_files
+from .lora import plain_parameters, trained, update
 
 GATHERED_AT_ONCE = 2**27  # parameters of one ZeRO-3 gathering: 0.27 GB in bf16
 
@@ -19,9 +20,10 @@ def copy_weights(policy: nn.Module, copy: nn.Module) -> None:
     """Overwrites `copy` in place, since captured graphs read fixed addresses. A collective under ZeRO-3."""
     into = dict(copy.named_parameters())
     for part in _parts(policy):
-        with _gathered([parameter for _, parameter in part]):
-            for name, parameter in part:
-                into[name].copy_(parameter)
+        read = [one for _, parameter, adapter in part for one in (parameter, *adapter[:2])]
+        with _gathered(read):
+            for name, parameter, adapter in part:
+                into[name].copy_(parameter.float() + update(*adapter) if adapter else parameter)
 
 
 @torch.no_grad()
@@ -39,12 +41,22 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 @torch.no_grad()
 def master_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, in float32 on the CPU, one at a time: DeepSpeed's float32 masters where it
-    keeps them.
+    keeps them. Adapters are merged in float32.
 
     A collective under DeepSpeed: all ranks must walk through it to the end.
     """
-    for name, parameter in policy.named_parameters():
-        yield name, _master(parameter).detach().float().cpu()
+    for name, parameter, adapter in plain_parameters(policy):
+        value = _master(parameter)
+        if adapter:
+            a, b, scale = adapter
+            value = value + update(_master(a), _master(b), scale)
+        yield name, value.cpu()
+
+
+@torch.no_grad()
+def adapter_weights(policy: nn.Module) -> dict[str, Tensor]:
+    """The adapters in float32 on the CPU. A collective under DeepSpeed."""
+    return {name: _master(parameter).cpu() for name, parameter in trained(policy).items()}
 
 
 def use_leaf_modules(model: nn.Module) -> None:
@@ -56,16 +68,16 @@ def use_leaf_modules(model: nn.Module) -> None:
     set_z3_leaf_modules(model, [type(text.layers[0]), type(visual.blocks[0]), type(visual.merger)])
 
 
-def _parts(model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _parts(model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter, tuple]]]:
     part, size = [], 0
-    for name, parameter in model.named_parameters():
+    for name, parameter, adapter in plain_parameters(model):
         numel = getattr(
             parameter, "ds_numel", parameter.numel()
         )  # a ZeRO-3 shard says how large the whole is
         if part and size + numel > GATHERED_AT_ONCE:
             yield part
             part, size = [], 0
-        part.append((name, parameter))
+        part.append((name, parameter, adapter))
         size += numel
     yield part
 
@@ -79,8 +91,10 @@ def _gathered(parameters: list[nn.Parameter]):
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
-    if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
-        return parameter
-    from deepspeed.utils import safe_get_full_fp32_param
+    """In float32. What is frozen has no other master than itself."""
+    if parameter.requires_grad and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
+        from deepspeed.utils import safe_get_full_fp32_param
 
-    return safe_get_full_fp32_param(parameter)
+        return safe_get_full_fp32_param(parameter).detach().float()
+    with _gathered([parameter]):
+        return parameter.detach().float().clone()

@@ -126,7 +126,7 @@ def main() -> None:
                 updates.append({n: p.grad.clone() for n, p in named()})
 
     def named():
-        return trainers[0].model.named_parameters()
+        return [(n, p) for n, p in trainers[0].model.named_parameters() if p.requires_grad]
 
     class Trainer(grpo.Qwen2VLGRPOTrainer):
         def __init__(self, *args, **kwargs):

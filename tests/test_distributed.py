@@ -242,3 +242,26 @@ def test_in_bf16_float32_is_kept_where_it_must(folder, name):
     # Nothing answered correctly: the base still stands there.
     assert read_record(got["submission"])["recipe"] == "base"
     load_policy(got["submission"], torch.bfloat16)
+
+
+LORA = ("--bf16", "false", "--use_peft", "true", "--lora_r", 4, "--beta", 0.1)
+
+
+def test_lora_with_ddp_and_zero3_equals_one_process_and_is_resumed_from_its_adapters(folder):
+    """Frozen weights are sharded too, the reference is the policy without its adapters, and the frozen tower's
+    features are those of the rollout, also in rows without images on one rank."""
+    expected = launch(folder, "one_lora", "ddp", 1, *LORA)
+    assert all("lora_" in name for name in expected["gradients"][0])
+    assert_same_updates(launch(folder, "ddp_lora", "ddp", 2, *LORA), expected)
+    zero = (*LORA, "--deepspeed", folder / "zero3.json", "--save_strategy", "steps", "--save_steps", 2)
+    whole = launch(folder, "zero3_lora", "zero", 2, *zero)
+    assert_same_updates(whole, expected)
+    for name, value in expected["masters"].items():
+        assert torch.allclose(whole["masters"][name], value, atol=1e-6), name
+    checkpoint = folder / "zero3_lora/checkpoint-2"
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    got = launch(folder, "zero3_lora", "zero", 2, *zero, "--resume_from_checkpoint", checkpoint)
+    assert len(got["gradients"]) == 1
+    for a, b in ((whole["gradients"][2], got["gradients"][0]), (whole["masters"], got["masters"])):
+        assert all(torch.equal(b[name], value) for name, value in a.items())
+    assert size < 16 * sum(value.numel() for value in whole["gradients"][0].values()) + 200_000

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trl import ModelConfig
 
 from open_r1 import grpo, keep_best, validation
-from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
 from open_r1.checkpoint import load_policy
 from open_r1.flag_parser import FlagParser
 from open_r1.grpo import accuracy_reward, format_reward, reward_funcs_registry
@@ -112,8 +111,8 @@ def test_rewards_are_tried_on_gold_answers():
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def parse(*flags) -> tuple[RecipeArguments, GRPOArguments, ModelConfig]:
-    return FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse([str(flag) for flag in flags])
+def parse(*flags) -> tuple[RecipeArguments, GRPOArguments, ModelArguments]:
+    return FlagParser((RecipeArguments, GRPOArguments, ModelArguments)).parse([str(flag) for flag in flags])
 
 
 FLAGS = (
@@ -130,7 +129,12 @@ FLAGS = (
         (("--loss_type", "bnpo"), "--loss_type bnpo: set one of grpo, dapo, dr_grpo"),
         (("--use_vllm", "true"), "--use_vllm True: this trainer does not honour it"),
         (("--delta", 2), "--delta 2.0"),
-        (("--use_peft", "true"), "--use_peft True"),
+        (("--use_peft", "true", "--lora_dropout", 0.05), "--lora_dropout 0.05: completions come from"),
+        (("--use_peft", "true", "--lora_target_modules", "lm_head"), "lm_head: the head and the embedding"),
+        (("--use_peft", "true", "--lora_target_modules", "q_proj", "wq"), "q_proj wq: set some of q_proj k_"),
+        (("--use_peft", "true", "--lora_target_modules", "qkv"), "qkv: .* set --lora_vision true too"),
+        (("--lora_r", 8), "--lora_r does nothing without --use_peft true"),
+        (("--use_peft", "true", "--use_dora", "true"), "--use_dora True"),
         (("--attn_implementation", "flash_attention_2"), "--attn_implementation flash_attention_2"),
         (("--max_completion_length", 512), "--max_completion_length 512: the grader cuts"),
         (("--gradient_accumulation_steps", 2, "--steps_per_generation", 3), "--steps_per_generation 3"),

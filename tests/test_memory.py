@@ -26,7 +26,7 @@ def asked(processes: int = 2, rows: int = 8, deepspeed: dict | None = ZERO3, **v
     """The recipe's own settings on GPUs; `rows` an update and process."""
     per_row = values.get("prompts_per_row", 1)
     common = {
-        "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "optim": "adamw_torch_fused",
+        "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "frozen": 0, "adapters": 0, "optim": "adamw_torch_fused",
         "processes": processes, "deepspeed": deepspeed, "deepspeed_settings": deepspeed or {},
         "prompts_per_row": per_row, "gradient_accumulation_steps": rows, "steps_per_generation": rows,
         "prompts_drawn": processes * rows * per_row, "completions_drawn": 8, "num_generations": 8,

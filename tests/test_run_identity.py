@@ -38,7 +38,7 @@ def judged(folder: Path, out: Path, *more):  # noqa: F811
     data, val = load_rows(recipe.dataset_name), load_rows(recipe.val_dataset)
     rewards = resolve_rewards(recipe.reward_funcs, args.reward_weights, reward_funcs_registry)
     base, rows = Path(model.model_name_or_path), list(range(len(data)))
-    now = run_identity.describe(recipe, args, base, rewards, data, rows, {"val": val})
+    now = run_identity.describe(recipe, args, model, base, rewards, data, rows, {"val": val})
     return run_identity.judge(out, now, newest_complete(out), recipe.accept_changes)
 
 
@@ -188,5 +188,5 @@ def test_a_changed_world_size_says_how_to_go_on_and_that_works(folder, begun, tm
 
 def test_more_updates_are_another_run_where_the_schedule_is_planned_to_their_end(folder):  # noqa: F811
     for kind, counts in (("cosine", True), ("constant_with_warmup", False)):
-        recipe, args, _ = parse(*flags(folder, "out", "--lr_scheduler_type", kind, "--max_steps", 5))
-        assert ("max_steps" in run_identity.defining_flags(recipe, args)) is counts
+        recipe, args, model = parse(*flags(folder, "out", "--lr_scheduler_type", kind, "--max_steps", 5))
+        assert ("max_steps" in run_identity.defining_flags(recipe, args, model)) is counts

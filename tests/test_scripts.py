@@ -567,13 +567,12 @@ def test_scripts_parse(script: Path):
 
 def test_the_recipes_flags_are_flags_of_grpo_and_pass_its_checks(full_box: Box):
     from transformers import HfArgumentParser
-    from trl import ModelConfig
 
-    from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
 
     full_box.run(NUM_GPUS=0)
     call = full_box.training()
-    parser = HfArgumentParser((RecipeArguments, GRPOArguments, ModelConfig))
+    parser = HfArgumentParser((RecipeArguments, GRPOArguments, ModelArguments))
     recipe, arguments, model = parser.parse_args_into_dataclasses(call[2:])
     check_args(recipe, arguments, model)
     assert arguments.prompts_per_update == 16

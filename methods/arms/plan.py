@@ -127,18 +127,17 @@ def command_line(arm: Arm, seed: int, shared: dict[str, Any], out: Path) -> list
 
 def parsed(line: list[str]) -> dict[str, Any]:
     """The flags that decide a run's result, as OUT/run.json records them. Raises Refused."""
-    from trl import ModelConfig
 
-    from open_r1.arguments import GRPOArguments, RecipeArguments, check_args
+    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
     from open_r1.flag_parser import FlagParser
     from open_r1.run_identity import defining_flags
 
     try:
-        recipe_args, args, model = FlagParser((RecipeArguments, GRPOArguments, ModelConfig)).parse(line)
+        recipe_args, args, model = FlagParser((RecipeArguments, GRPOArguments, ModelArguments)).parse(line)
         check_args(recipe_args, args, model)
     except ValueError as error:
         raise Refused(str(error)) from error
-    return defining_flags(recipe_args, args)
+    return defining_flags(recipe_args, args, model)
 
 
 def difference(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, list]:
