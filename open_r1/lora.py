@@ -102,7 +102,7 @@ def add_adapters(policy: nn.Module, model: "ModelArguments", seed: int) -> None:
         inject_adapter_in_model(config, policy)
     for parameter in trained(policy).values():
         parameter.data = parameter.data.float()
-    # A layer whose input needs no gradient, as one of ZeRO-3's leaf modules: its own would be reduced too soon.
+    # Of a ZeRO-3 leaf module whose input needs no gradient, those of its weights are reduced too soon.
     first = [policy.get_input_embeddings()] + [policy.model.visual.patch_embed] * model.lora_vision
     for module in first:
         module.register_forward_hook(lambda module, inputs, output: output.requires_grad_())

@@ -248,8 +248,8 @@ LORA = ("--bf16", "false", "--use_peft", "true", "--lora_r", 4, "--beta", 0.1)
 
 
 def test_lora_with_ddp_and_zero3_equals_one_process_and_is_resumed_from_its_adapters(folder):
-    """Frozen weights are sharded too, the reference is the policy without its adapters, and the frozen tower's
-    features are those of the rollout, also in rows without images on one rank."""
+    """Frozen weights are sharded too, the reference is the policy without its adapters, and image features
+    are those of the rollout, also where one rank's row has no image."""
     expected = launch(folder, "one_lora", "ddp", 1, *LORA)
     assert all("lora_" in name for name in expected["gradients"][0])
     assert_same_updates(launch(folder, "ddp_lora", "ddp", 2, *LORA), expected)

@@ -1,5 +1,5 @@
-"""LoRA: the project's forward equals peft's, only adapters learn, the merged model is the policy, and a run with
-it is resumed, submitted and read by peft."""
+"""LoRA: the forward equals peft's, only adapters learn, the merged model is the policy, and a run with it is
+resumed and read by peft."""
 
 import pytest
 import torch
@@ -84,7 +84,6 @@ LORA = (
     "--use_peft", "true", "--lora_r", 2, "--lora_alpha", 8, "--beta", 0.1, "--optim", "adamw_torch",
     "--num_iterations", 2,
 )  # fmt: skip
-KINDS = "logs", "rollouts"
 
 
 def test_a_run_is_resumed_to_the_bit_from_small_checkpoints_that_peft_reads(folder, tmp_path):  # noqa: F811
@@ -92,7 +91,8 @@ def test_a_run_is_resumed_to_the_bit_from_small_checkpoints_that_peft_reads(fold
     assert whole.ref_model is None
     run(folder, tmp_path / "parts", *LORA, "--max_steps", 2, "--save_steps", 2)
     parts = run(folder, tmp_path / "parts", *LORA, "--max_steps", 4, "--save_steps", 2)
-    logs, rollouts = ([lines(tmp_path / one / f"{kind}.jsonl") for one in ("whole", "parts")] for kind in KINDS)
+    outs = tmp_path / "whole", tmp_path / "parts"
+    logs, rollouts = ([lines(out / f"{kind}.jsonl") for out in outs] for kind in ("logs", "rollouts"))
     assert without_times(logs[0]) == without_times(logs[1]) and rollouts[0] == rollouts[1]
     for (name, a), (_, b) in zip(master_weights(whole.model), master_weights(parts.model), strict=True):
         assert torch.equal(a, b), name

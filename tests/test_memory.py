@@ -26,7 +26,8 @@ def asked(processes: int = 2, rows: int = 8, deepspeed: dict | None = ZERO3, **v
     """The recipe's own settings on GPUs; `rows` an update and process."""
     per_row = values.get("prompts_per_row", 1)
     common = {
-        "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "frozen": 0, "adapters": 0, "optim": "adamw_torch_fused",
+        "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "frozen": 0, "adapters": 0,
+        "optim": "adamw_torch_fused",
         "processes": processes, "deepspeed": deepspeed, "deepspeed_settings": deepspeed or {},
         "prompts_per_row": per_row, "gradient_accumulation_steps": rows, "steps_per_generation": rows,
         "prompts_drawn": processes * rows * per_row, "completions_drawn": 8, "num_generations": 8,
@@ -84,7 +85,8 @@ def test_a_layer_keeps_what_is_counted():
     out, gate, up, down = weight(hidden, hidden), *(weight(wide, hidden) for _ in "gu"), weight(hidden, wide)
     weights = [norm, out, gate, up, down, cos, *(t for pair in projections for t in pair)]
     found = kept(layers.decoder_inputs, x, norm, 1e-6, projections, cos, cos)
-    found += kept(layers.decoder_outputs, x, attended, out, norm, 1e-6, [gate, up], down)
+    out, *gate_up, down = ((one, None) for one in (out, gate, up, down))
+    found += kept(layers.decoder_outputs, x, attended, out, norm, 1e-6, gate_up, down)
     text = SimpleNamespace(hidden_size=hidden, intermediate_size=wide)
     counted = memory.layer_bytes(SimpleNamespace(get_text_config=lambda: text), asked())
     query_key_value = 3 * 2 * hidden
