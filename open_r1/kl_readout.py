@@ -8,6 +8,7 @@ Legend
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def kl_to_base(
     and `kl_to_base/far`, the share of tokens whose log ratio is beyond FAR. Every rank calls it."""
     started, model, args = time.perf_counter(), trainer.engine.model, trainer.args
     parts = [slice(i, i + args.prompts_per_row) for i in range(0, len(prompts), args.prompts_per_row)]
+    prompts = [replace(prompt, image_features=None) for prompt in prompts]  # the base's tower looks itself
     rows = [pack_groups(prompts[part], groups[part], args.device).to(args.device) for part in parts]
     policy = [row_logps(model, row, args.temperature) for row in rows]
     load_weights(model, base)

@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from .frozen_vision import with_image_features
 from .packing import PackedRow
 from .protocol import EVAL_TEMPLATE
 from .rollout import Completion
@@ -56,6 +57,8 @@ def longest_row(trainer) -> PackedRow:
     tokens = torch.arange(args.max_completion_length) % 100  # any but image placeholders
     group = [Completion(tokens, torch.zeros(len(tokens)), True, "")] * args.num_generations
     prompts = [longest_prompt(trainer)] * args.prompts_per_row
+    if trainer.vision_is_frozen:
+        prompts = with_image_features(prompts, trainer.engine.model.model.visual)
     return pack_groups(prompts, [group] * len(prompts), args.device).to(args.device)
 
 
