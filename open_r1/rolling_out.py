@@ -96,7 +96,8 @@ class RollsOut:
         if args.probe_steps and update % args.probe_steps == 0:
             logs |= image_probe(self)
         if args.kl_readout_steps and update % args.kl_readout_steps == 0:
-            logs |= kl_to_base(self, self.base, drawn.prompts, drawn.groups)
+            groups = [group[: len(group) // 2] if self.noisy else group for group in drawn.groups]
+            logs |= kl_to_base(self, self.base, drawn.prompts, groups)  # of what the image itself drew
         return logs
 
     def look_for_collapse(self) -> float:

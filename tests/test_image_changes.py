@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from open_r1 import rolling_out
 from open_r1.arguments import RecipeArguments, check_args
 from open_r1.augment import augmented
 from open_r1.data import PromptEncoder
@@ -139,7 +140,7 @@ def test_noise_is_as_strong_as_it_says():
     assert not torch.equal(one.noised(prompt, 1, 0.1).pixel_values, seen.pixel_values)
 
 
-MORE = ("--noisy_rollout", 0.5, "--augment", "true", "--save_steps", 2)
+MORE = ("--noisy_rollout", 0.5, "--augment", "true", "--save_steps", 2, "--kl_readout_steps", 2)
 
 
 def test_updates_are_on_the_clean_image_and_a_resumed_run_makes_the_same(folder, tmp_path, monkeypatch):  # noqa: F811
@@ -160,6 +161,11 @@ def test_updates_are_on_the_clean_image_and_a_resumed_run_makes_the_same(folder,
         trained.append((self.state.global_step, row, (now - row.old_logps).abs().max()))
         return loss(self, model, row, **kwargs)
 
+    def kl_to_base(trainer, base, prompts, groups):
+        assert all(len(group) == 2 for group in groups)  # the clean half of four
+        return {"kl_to_base": 0.5}
+
+    monkeypatch.setattr(rolling_out, "kl_to_base", kl_to_base)
     monkeypatch.setattr(PromptEncoder, "encode", watched)
     monkeypatch.setattr(Qwen2VLGRPOTrainer, "compute_loss", compute_loss)
     more = (*MORE, "--steps_per_generation", 4, "--learning_rate", 1e-2, "--optim", "sgd")
@@ -174,6 +180,7 @@ def test_updates_are_on_the_clean_image_and_a_resumed_run_makes_the_same(folder,
         if step % 2 == 0:
             assert ratio < 1e-4
     logs = [log for log in lines(tmp_path / "whole/logs.jsonl") if "loss" in log]
+    assert all(log["kl_to_base"] == 0.5 for log in logs)
     noise = [log["noisy_rollout/noise"] for log in logs]
     assert noise[0] == noise[1] > 0.49 and noise[2] == noise[3] == pytest.approx(deviation(0.5, 0.5))
     halves = [(log["noisy_rollout/reward_clean"] + log["noisy_rollout/reward_noised"]) / 2 for log in logs]
