@@ -139,11 +139,14 @@ def test_a_rank_that_waits_for_a_failed_one_ends_at_the_signal(tmp_path):
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    process.send_signal(signal.SIGTERM)  # nobody has failed: the run would stop in order
-    time.sleep(0.5)
-    assert process.poll() is None
-    (tmp_path / "status-rank1.json").write_text("{}")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGTERM
+    try:
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)  # nobody has failed: the run would stop in order
+        time.sleep(0.5)
+        assert process.poll() is None
+        (tmp_path / "status-rank1.json").write_text("{}")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
 
