@@ -238,12 +238,12 @@ def step(config: Qwen2VLConfig, parameters: int, args: GRPOArguments) -> int:
     """DeepSpeed flattens the gradients of a sub-group, and takes a gradient's norm in float64. Gradients that
     come and go are whole now."""
     settings, text = zero(args), config.get_text_config()
-    stage = settings.get("stage", 0)
+    stage, trained = settings.get("stage", 0), parameters + args.adapters - args.frozen
     if gradients_come_and_go(args):
-        return 4 * parameters
+        return 4 * trained
     if not stage or offloaded(args, "optimizer"):
         return 0
-    shard = parameters / args.processes
+    shard = trained / args.processes
     largest = text.vocab_size * text.hidden_size / (args.processes if stage == 3 else 1)
     group = settings.get("sub_group_size", SUB_GROUP) if stage == 3 else shard
     return max(4 * min(shard, group), 8 * largest)
