@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from open_r1 import grpo
 from open_r1.checkpoint import load_policy
 from open_r1.install import read_record
+from open_r1.submission import note_score
 from open_r1.validation import Example, summarize
 from open_r1.weights import master_weights
 from tests.test_grpo import flags, folder, lines, parse, run  # noqa: F401 (folder is a fixture)
@@ -84,6 +85,8 @@ def test_the_policy_and_the_rollouts_start_from_the_submission(folder, tmp_path,
     trainer = a_round(folder, tmp_path / "two", submission, *more)
     policy = {name: tensor.detach().clone() for name, tensor in master_weights(trainer.model)}
     assert holds(graded[-1], submission) and holds(policy, submission)
+    (log,) = [log for log in trainer.state.log_history if "loss" in log]
+    assert log["logps_gap"] < 1e-4  # the first rollout is the policy's
     # The same round once more, in its own OUT, although something else stands in the submission by now.
     for path in (submission, tmp_path / "submission.record.json"):
         path.rename(tmp_path / f"old {path.name}")
@@ -155,6 +158,15 @@ def test_the_float32_weights_of_the_best_stay(folder, tmp_path, monkeypatch):  #
         stored = load_file(masters / f"update-{step}.safetensors")
         assert stored.keys() == held[step].keys()
         assert all(torch.equal(stored[name], value) for name, value in held[step].items())
+
+
+def test_what_finalize_chose_is_not_beaten_by_less(folder, tmp_path):  # noqa: F811
+    """It may score less on the rows of the run's own validation than the model that it was chosen over."""
+    submission = tmp_path / "submission"
+    a_round(folder, tmp_path / "out", submission)
+    note_score(submission, score=55.0, score_to_beat=60.0)
+    again = a_round(folder, tmp_path / "out", submission)
+    assert again.keep_best.best_score == 60.0 and read_record(submission)["score"] == 55.0
 
 
 def test_where_the_disk_has_no_room_none_are_kept(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
