@@ -199,6 +199,7 @@ ALL = (
     "--bf16", "false", "--oversample", 1.5, "--difficulty_sampling", "true", "--count_balance", 0.5,
     "--noisy_rollout", 0.5, "--augment", "true", "--steps_per_generation", "--save_strategy", "steps",
     "--save_steps", 2, "--max_steps", 4, "--reward_funcs", "tests.rewards.half_stuck",
+    "--kl_readout_steps", 2,
 )  # fmt: skip
 
 
