@@ -5,7 +5,6 @@ what it opened; what it refuses by raising is a fault too. A check whose needs a
 is left out, and its line says so.
 """
 
-import contextlib
 import math
 import textwrap
 from collections.abc import Callable
@@ -16,21 +15,30 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Qwen2VLConfig
 
-from . import data_survey, lora, machine_checks, machines, memory, model_checks, start, validation
-from .arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
+from . import (
+    data_survey,
+    lora,
+    machine_checks,
+    machines,
+    memory,
+    model_checks,
+    reward_checks,
+    start,
+    validation,
+)
+from .arguments import GRPOArguments, ModelArguments, RecipeArguments
+from .check_args import check_args
 from .checkpoint import local_model, write_atomically
-from .data import CountingData, DataError, load_rows
+from .data import CountingData, load_rows
 from .data_checks import check_rows, drop_overlap, good_rows, refuse_same_folder
 from .machine_checks import number_of
 from .processor import load_processor
-from .rewards import Reward, RewardError, check_signature, resolve_rewards, try_rewards
+from .rewards import Reward, RewardError
 from .rounds import check_round, validation_rows
-from .scoring import TOKEN_STATISTICS
 from .token_weights import TokenWeights, check_token_weights
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
 SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
-GOLD_ROWS = 8  # rows that the rewards are tried on
 # What the user calls a thing that a check needs.
 WORDS = dict.fromkeys(("config", "parameters", "weights", "start_from"), "model")
 WORDS |= dict.fromkeys(("rows", "facts"), "train")
@@ -284,53 +292,6 @@ def check_validation_rows(run: Run) -> Found:
     return [f"{name}: {len(data):,} rows of {data.source}" for name, data in sets], faults
 
 
-# --- The rewards
-
-
-def check_rewards(run: Run) -> Found:
-    recipe, weights = run.recipe, run.args.reward_weights
-    options = recipe.reward_options
-    run.rewards = resolve_rewards(recipe.reward_funcs, weights, run.registry, recipe.reward_timeout, options)
-    return [], unused_flags(run.args, run.rewards)
-
-
-def unused_flags(args: GRPOArguments, rewards: list[Reward]) -> list[str]:
-    """Flags about what none of the rewards asks for."""
-    votes, limit = args.completions_drawn, args.vocab_limit
-    faults = []
-    if votes > args.num_generations and not any(reward.wants("votes") for reward in rewards):
-        faults.append(f"--vote_generations {votes}: no reward counts votes; add majority_vote")
-    if limit and not any(reward.wants(name) for reward in rewards for name in TOKEN_STATISTICS):
-        names = " or ".join(TOKEN_STATISTICS)
-        faults.append(f"--vocab_limit {limit}: no reward asks for {names}; leave it out")
-    if (args.difficulty_sampling or args.count_balance) and not any(
-        reward.wants("answer") or reward.wants("solution") for reward in rewards
-    ):
-        faults.append(
-            "--difficulty_sampling and --count_balance look at the true counts, which no reward asks for: "
-            "leave them out"
-        )
-    return faults
-
-
-def check_gold(run: Run) -> Found:
-    """The rewards, proved on gold answers of the first rows that have one."""
-    if not run.is_main:
-        return [], []
-    columns, images = [], []
-    for row in run.rows or range(len(run.data)):
-        with contextlib.suppress(DataError):  # bad rows are listed by their own check
-            columns, images = [*columns, run.data.columns(row)], [*images, run.data.images(row)]
-        if len(images) == GOLD_ROWS:
-            break
-    if not images:
-        return [], [f"{run.data.source} has no row to try the rewards on"]
-    for reward in run.rewards:
-        check_signature(reward, columns[0].keys())
-    cap = run.args.max_completion_length
-    return try_rewards(run.rewards, columns[: len(images)], images, run.processor.tokenizer, cap)
-
-
 # --- The machine
 
 
@@ -398,8 +359,8 @@ CHECKS = [  # name, function, what an earlier check must have left in the Run
     ("images", check_images, ("facts",)),
     ("prompts", check_prompts, ("facts",)),
     ("validation", check_validation_rows, ("data", "processor", "template")),
-    ("rewards", check_rewards, ()),
-    ("rewards", check_gold, ("rewards", "data", "processor")),
+    ("rewards", reward_checks.check_rewards, ()),
+    ("rewards", reward_checks.check_gold, ("rewards", "data", "processor")),
     ("advantages", check_token_weights, ()),
     ("GPUs", check_devices, ()),
     ("memory", check_memory, ("flags", "parameters", "facts")),

@@ -10,12 +10,15 @@ import time
 import torch
 
 from .frozen_vision import with_image_features
+from .memory import weights
 from .packing import PackedRow
 from .protocol import EVAL_TEMPLATE
 from .rollout import Completion
 from .sampling import sampling_keys
 from .training_rows import pack_groups
 from .validation import GREEDY
+
+PIECE = 2**30  # bytes of a tensor that only takes the place of what comes later
 
 
 def rehearse(trainer) -> None:
@@ -28,6 +31,8 @@ def rehearse(trainer) -> None:
         row = longest_row(trainer)
         forward_and_backward(trainer, row)
     trainer.engine.drop_batches()
+    if cuda:
+        torch.cuda.empty_cache()  # the blocks of what was only held for show fit nothing that comes
     if args.process_index == 0:
         peak = f", {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved" if cuda else ""
         print(
@@ -66,10 +71,8 @@ def forward_and_backward(trainer, row: PackedRow) -> None:
     """As rows that are not the last of their update, after which no optimizer steps. Where an update has
     several, a second one finds the gradients of the first."""
     args, accelerator, model = trainer.args, trainer.accelerator, trainer.model_wrapped
-    ballast = []
-    if not trainer.is_deepspeed_enabled and "adamw" in args.optim:  # its moments come with the first step
-        trained = [p for p in model.parameters() if p.requires_grad]
-        ballast = [torch.empty_like(p) for p in trained for _ in range(2)]
+    pieces = bytes_to_come(trainer) / PIECE
+    ballast = [torch.empty(PIECE, dtype=torch.uint8, device=args.device) for _ in range(round(pieces))]
     model.train()
     accelerator.gradient_state._set_sync_gradients(False)
     with accelerator.no_sync(model), trainer.compute_loss_context_manager():
@@ -79,6 +82,17 @@ def forward_and_backward(trainer, row: PackedRow) -> None:
     accelerator.gradient_state._set_sync_gradients(True)
     del ballast
     drop_gradients(trainer)
+
+
+def bytes_to_come(trainer) -> int:
+    """Of Adam's moments, which are made in the first step; a run that goes on has them."""
+    args, optimizer = trainer.args, trainer.optimizer
+    if trainer.is_deepspeed_enabled:
+        optimizer = trainer.model_wrapped.optimizer.optimizer
+    if optimizer.state:
+        return 0
+    sizes = (getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
+    return weights(sum(sizes) - args.adapters, args).get("Adam", 0)
 
 
 def drop_gradients(trainer) -> None:

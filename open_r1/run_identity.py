@@ -18,7 +18,8 @@ from typing import Any
 from trl import GRPOConfig
 
 from . import versions
-from .arguments import HONOURED, GRPOArguments, ModelArguments, RecipeArguments
+from .arguments import GRPOArguments, ModelArguments, RecipeArguments
+from .check_args import HONOURED
 from .checkpoint import read_header, weight_files, write_atomically
 from .data import CountingData
 from .lock import lock_out

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from open_r1 import grpo, validation
-from open_r1.arguments import check_args
 from open_r1.callbacks import hours_plan
+from open_r1.check_args import check_args
 from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
 from open_r1.rollout import FastEngine

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from open_r1 import row_sampler
-from open_r1.arguments import check_args
+from open_r1.check_args import check_args
 from open_r1.data_loader import prompt_places, refill_rows, rollout_rows
 from open_r1.grpo import close_reward
 from open_r1.informative import kept_groups, most_informative, share_out
 from open_r1.label_free import negative_entropy_reward
-from open_r1.preflight import unused_flags
+from open_r1.reward_checks import unused_flags
 from open_r1.rewards import Reward, as_conversations
 from open_r1.row_sampler import FLOOR, MEMORY, PRIOR, RowSampler, count_weights
 from tests.test_base_rl import arguments, drawn_in

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from open_r1 import grpo, keep_best, validation
-from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
+from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments
+from open_r1.check_args import check_args
 from open_r1.checkpoint import load_policy
 from open_r1.flag_parser import FlagParser
 from open_r1.grpo import accuracy_reward, format_reward, reward_funcs_registry

@@ -10,8 +10,9 @@ import torch
 from PIL import Image, ImageDraw
 
 from open_r1 import rolling_out
-from open_r1.arguments import RecipeArguments, check_args
+from open_r1.arguments import RecipeArguments
 from open_r1.augment import augmented
+from open_r1.check_args import check_args
 from open_r1.data import PromptEncoder
 from open_r1.noisy_rollout import DEVIATIONS, NoisyRollout, deviation
 from open_r1.rollout import FastEngine

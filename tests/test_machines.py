@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from open_r1 import machines
-from open_r1.arguments import check_args
+from open_r1.check_args import check_args
 from tests.test_distributed import ROOT, folder  # noqa: F401 (a fixture)
 from tests.test_grpo import flags, lines, parse
 

@@ -48,7 +48,10 @@ def test_it_is_what_was_measured(peak):
     """Within 15 % of the peaks on one H200."""
     stage = ZERO3["zero_optimization"] | {"reduce_bucket_size": peak.get("reduce_bucket_size")}
     deepspeed = {"zero_optimization": stage} if peak["mode"] == "zero3" else None
-    args = asked(1, 1, deepspeed, prompts_per_row=8, max_completion_length=128)
+    args = asked(
+        1, peak["prompts"] // peak["prompts_per_row"], deepspeed, prompts_per_row=peak["prompts_per_row"],
+        max_completion_length=peak["new_tokens"], gradient_checkpointing=peak["gradient_checkpointing"],
+    )  # fmt: skip
     got = expected(args, memory.Longest(tokens=392, patches=748), None)
     assert got.allocated / GIB == pytest.approx(peak["allocated"], rel=0.15)
     assert got.reserved / GIB == pytest.approx(peak["reserved"], rel=0.15)

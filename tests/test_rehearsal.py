@@ -15,10 +15,11 @@ def test_a_run_after_it_is_the_same_to_the_bit(folder, tmp_path, monkeypatch, ca
     more = (*more, "--eval_steps", 2, "--prompts_per_row", 2, "--per_device_eval_batch_size", 3)
     plain = run(folder, tmp_path / "plain", *more)
     assert "rehearsed" not in capsys.readouterr().out  # on the CPU only when asked for
-    made, rows = [], []
+    made, rows, moments = [], [], []
     batch, backward = FastEngine._batch, rehearsal.forward_and_backward
 
     def watched(trainer, row):
+        moments.append(rehearsal.bytes_to_come(trainer))
         backward(trainer, row)
         assert all(p.grad is None for p in trainer.model.parameters())
         rows.append(row)
@@ -38,6 +39,9 @@ def test_a_run_after_it_is_the_same_to_the_bit(folder, tmp_path, monkeypatch, ca
     assert made[:3] == [(16, max(lengths)), (3, made[1][1]), "row"] and made.count("row") == 1
     assert rows[0].input_ids.numel() == 2 * (max(lengths) + 4 * 7) and rows[0].targets.numel() == 2 * 4 * 8
     assert f"a row of {rows[0].input_ids.numel()} tokens, the longest there are" in capsys.readouterr().out
+    # room is taken for the moments that the first step makes, and no longer once they are there
+    assert moments == [8 * sum(p.numel() for p in rehearsed.model.parameters())]
+    assert rehearsal.bytes_to_come(rehearsed) == 0
 
     a, b = tmp_path / "plain", tmp_path / "rehearsed"
     assert without_times(lines(a / "logs.jsonl")) == without_times(lines(b / "logs.jsonl"))

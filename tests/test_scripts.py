@@ -568,7 +568,8 @@ def test_scripts_parse(script: Path):
 def test_the_recipes_flags_are_flags_of_grpo_and_pass_its_checks(full_box: Box):
     from transformers import HfArgumentParser
 
-    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
+    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments
+    from open_r1.check_args import check_args
 
     full_box.run(NUM_GPUS=0)
     call = full_box.training()

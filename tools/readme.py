@@ -21,24 +21,32 @@ def demo() -> str:
 
 
 def h200() -> str:
-    """The run of the real shape on a GPU, from benchmarks/results.json."""
-    results = json.loads((ROOT / "benchmarks/results.json").read_text())
-    run, long = results["h200"], results["h200_long"]
-    seconds, peak = run["seconds_an_update"], long["peak_gib"]
-    lines = ["| on one H200, zero3.json, random weights of the real shape, 480x320 images | |", "|---|---|"]
-    prompts = f"{run['prompts']} prompts x {run['generations']} completions"
-    lines += [
-        f"| an update of {prompts}, {run['new_tokens']} new tokens (median of updates 3 to 20) | "
-        f"{seconds['median']} s: rollout {seconds['rollout']} s, update {seconds['update']} s |",
-        f"| the first update, which compiles | {seconds['first']} s |",
-        f"| mean gap between rollout and trainer log-probs (bf16) | {run['gap_of_log_probs']} |",
+    """An update of the real shape on a GPU beside TRL's, and peaks of memory: benchmarks/measured."""
+    files = (ROOT / f"benchmarks/measured/h200_{name}.json" for name in ("zero3_128", "memory"))
+    step, memory = (json.loads(file.read_text()) for file in files)
+    asked, product = step["settings"], step["product"]
+    prompts = f"{asked['prompts']} prompts x {asked['group']} completions x {asked['new_tokens']} new tokens"
+    lines = [
+        "| on one H200, zero3.json, random weights of the real shape, 480x320 images | |",
+        "|---|---|",
+        f"| an update of {prompts}, in one row | {step['product_s']:.2f} s; TRL: {step['trl_s']:.2f} s |",
+        f"| the first update, which compiles | {product['first_update_s']:.0f} s |",
+        f"| mean gap between rollout and trainer log-probs (bf16) | {product['logps_gap']:.3f} |",
     ]
-    for name, value in peak.items():
+    peaks = [p for p in memory["peaks"] if (p["mode"], p["prompts_per_row"]) == ("zero3", 1)]
+    for peak in peaks:
+        flag = f"--gradient_checkpointing {str(peak['gradient_checkpointing']).lower()}"
         lines.append(
-            f"| peak at 256 new tokens, `--{name}`, all optimizer states on this one card | "
-            f"{value['allocated']} GiB allocated, {value['reserved']} GiB reserved |"
+            f"| peak at {peak['new_tokens']} new tokens, a prompt a row, `{flag}`, all optimizer states on "
+            f"this one card | {peak['allocated']:.1f} GiB allocated, {peak['reserved']:.1f} GiB reserved |"
         )
-    return "\n".join([*lines, "", f"Commit {run['commit']}, {run['date']}; {run['machine']}."])
+    versions = "torch {torch}, transformers {transformers}, TRL {trl}, DeepSpeed {deepspeed}".format(
+        **step["versions"]
+    )
+    return "\n".join([
+        *lines, "",
+        f"Commits {step['commit']} (times) and {peaks[0]['commit']} (memory), {step['date']}; {versions}.",
+    ])  # fmt: skip
 
 
 def filled(text: str) -> str:

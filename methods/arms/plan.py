@@ -128,7 +128,8 @@ def command_line(arm: Arm, seed: int, shared: dict[str, Any], out: Path) -> list
 def parsed(line: list[str]) -> dict[str, Any]:
     """The flags that decide a run's result, as OUT/run.json records them. Raises Refused."""
 
-    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments, check_args
+    from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments
+    from open_r1.check_args import check_args
     from open_r1.flag_parser import FlagParser
     from open_r1.run_identity import defining_flags
 

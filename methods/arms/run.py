@@ -243,8 +243,8 @@ def draw_data() -> None:
     if not plan.DATA.exists():
         part = plan.DATA.with_name("data.part")
         command = [sys.executable, plan.DEMO / "draw.py", "--out", part]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run(command, check=True, env=environment)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
         part.rename(plan.DATA)
 
 
