@@ -146,7 +146,7 @@ def test_two_updates_a_rollout_and_dynamic_sampling(folder):
     ask for the entropy: ranks with unequal shares of them, as here, would wait for ever under ZeRO-3. Tokens
     are weighed by views of the images: ranks have unequal shares of these too."""
     flags = ("--bf16", "false", "--max_steps", 2, "--dynamic_sampling", 2, "--seed", 7)
-    flags += ("--token_weights", "prpo")
+    flags += ("--token_weights", "prpo", "--kl_readout_steps", 2)
     flags += ("--reward_funcs", "tests.rewards.half_stuck", "--steps_per_generation")
     expected = launch(folder, "one_twice", "ddp", 1, *flags, 2 * PROMPTS)
     first, second = expected["logs"]
