@@ -66,18 +66,8 @@ class Settings:
         return max((n for n in divisors if n * tokens <= ROW_TOKENS), default=1)
 
     def deepspeed(self) -> Path | None:
-        """The DeepSpeed configuration of both sides: zero3.json as shipped, or its ZeRO-2 form."""
-        if self.mode == "none":
-            return None
-        shipped = ROOT / f"{self.mode}.json"
-        if shipped.exists():
-            return shipped
-        config = json.loads((ROOT / "zero3.json").read_text())
-        stage = config["zero_optimization"]
-        config["zero_optimization"] = {k: v for k, v in stage.items() if "stage3" not in k} | {"stage": 2}
-        derived = Path(self.folder, "zero2.json")
-        derived.write_text(json.dumps(config, indent=2))
-        return derived
+        """The DeepSpeed configuration of both sides, as shipped."""
+        return None if self.mode == "none" else ROOT / f"{self.mode}.json"
 
     def shared(self, out: Path, updates: int) -> dict[str, Any]:
         """Arguments of both trainers, by their common names."""

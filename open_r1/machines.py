@@ -56,7 +56,8 @@ def check_machines(run) -> Found:
 
 def _facts(run) -> dict[str, Any]:
     """What must be the same everywhere. It never raises: the other ranks would wait."""
-    facts = {f"--{k}": v for k, v in run_identity.defining_flags(run.recipe, run.args).items()}
+    flags = run_identity.defining_flags(run.recipe, run.args, run.model_args)
+    facts = {f"--{name}": value for name, value in flags.items()}
     facts["the model"] = None
     with suppress(Exception):  # there is none, or its files are broken in one of many ways
         facts["the model"] = run_identity.model_content(run.base)

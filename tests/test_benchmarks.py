@@ -76,7 +76,6 @@ def test_the_table_and_the_picture_are_made_from_the_json(sweep, folder):
 def test_deepspeed_on_both_sides(folder):
     found = json.loads(step(folder, *QUICK, "--mode", "zero2", "--json", "-"))
     assert found["ratio"] > 0 and found["product"]["parts_s"]["optimizer"] > 0
-    assert json.loads((folder / "zero2.json").read_text())["zero_optimization"]["stage"] == 2
 
 
 def test_a_flat_run_has_lengths_of_all_kinds(folder):

@@ -62,7 +62,7 @@ def test_accuracy_and_format(text):
 
 
 def test_unknown_reward_lists_the_known_ones():
-    with pytest.raises(ValueError, match="--reward_funcs lenght .*accuracy, format"):
+    with pytest.raises(ValueError, match="--reward_funcs lenght .*accuracy, close, format"):
         resolve_rewards(["lenght"], None, reward_funcs_registry)
     with pytest.raises(ValueError, match="tests.rewards.nothing could not be imported"):
         resolve_rewards(["tests.rewards.nothing"], None, reward_funcs_registry)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from open_r1 import rolling_out
-from open_r1.arguments import RecipeArguments
+from open_r1.arguments import ModelArguments, RecipeArguments
 from open_r1.augment import augmented
 from open_r1.check_args import check_args
 from open_r1.data import PromptEncoder
@@ -172,7 +172,8 @@ def test_updates_are_on_the_clean_image_and_a_resumed_run_makes_the_same(folder,
     more = (*MORE, "--steps_per_generation", 4, "--learning_rate", 1e-2, "--optim", "sgd")
     trainer = run(folder, tmp_path / "whole", *more, "--max_steps", 4)
     assert trainer.encoder.augment and not trainer.eval_encoder.augment
-    assert defining_flags(RecipeArguments(), trainer.args)["max_steps"] == 4  # the noise falls by it
+    flags = defining_flags(RecipeArguments(), trainer.args, ModelArguments())
+    assert flags["max_steps"] == 4  # the noise falls by it
     for step, row, ratio in trained:
         pixels = encoded[step // 2, row.numbers[0]]
         if pixels is not None:

@@ -335,6 +335,7 @@ def test_both_ranks_stop_together_when_one_fails(folder, tmp_path):  # noqa: F81
     assert "rank 1: reward tests.misbehaving.on_rank_1 raised KeyError: 'colour'" in out
     assert "reward tests.misbehaving.on_rank_1 has failed 1 times, of 1 allowed\n" in out
     stopped = "on_rank_1 has failed 2 times, of 1 allowed (--max_reward_failures); the last time: reward"
-    assert out.count(stopped) == 2  # each rank says it, with the reason that only rank 1 has seen
+    # Whoever ends first says it, with the reason that only rank 1 has seen; the other may be ended meanwhile.
+    assert out.count(stopped) in (1, 2)
     logs = [json.loads(line) for line in (tmp_path / "out/logs.jsonl").read_text().splitlines()]
     assert [log["rewards/tests.misbehaving.on_rank_1/failed"] for log in logs] == [0, 0.5]
