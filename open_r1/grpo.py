@@ -6,6 +6,7 @@
 To change what is rewarded, edit a function below, or add one to the registry and name it in --reward_funcs.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -126,7 +127,7 @@ def main() -> None:
         run(recipe, args, model_args, control)
     except StopRun as stop:
         if stop.code:
-            leave_together()
+            leave_together(stop.code)
             sys.exit(stop.code)
     except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
         control.report_failure(refusal, REWARD if isinstance(refusal, RewardError) else FAILED)
@@ -261,11 +262,19 @@ def what_stands(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> 
     return " ".join(sentences)
 
 
-def leave_together() -> None:
-    """Ranks end at the same time: one that leaves earlier tears down connections that others still use."""
+def leave_together(code: int = 0) -> None:
+    """Ranks end at the same time: one that leaves earlier tears down connections that others still use. And
+    they end here, with `code`: a thread of gloo that wants Python while it ends aborts the process, now and
+    then. A run of one process goes on."""
     state = PartialState()
+    if state.num_processes == 1:
+        return
     state.wait_for_everyone()
     state.destroy_process_group()
+    atexit._run_exitfuncs()  # of loggers
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -182,11 +182,12 @@ def test_after_the_deadline_come_averaging_and_the_self_check(folder):  # noqa: 
     assert "Stopped by --max_hours" in run.log.read_text()
     assert (run.out / "selfcheck/selfcheck.json").exists()
     found = json.loads((run.out / "finalize.json").read_text())
-    names = ["base"]
-    for master in run.out.glob("masters/*"):  # of the last validation, if there was one
-        name = master.stem.replace("-", " ")
-        names += [name, *(f"{alpha} x {name}" for alpha in (0.75, 0.5, 0.25))]
-    assert list(found["candidates"]) == names
+    candidates = list(found["candidates"])
+    # As many as there was time for.
+    masters = {master.stem.replace("-", " ") for master in run.out.glob("masters/*")}
+    mixed = {name.split(" x ")[1] for name in candidates if " x " in name}
+    assert candidates[0] == "base" and masters <= set(candidates)
+    assert len(mixed) == min(1, len(masters)) and mixed <= masters | {"average"}
     assert found["complete"] and found["why"] in run.log.read_text()
 
 
