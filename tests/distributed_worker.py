@@ -144,25 +144,26 @@ def main() -> None:
         make_fault(trainer_module, os.environ["FAULT"])
     if os.environ.get("FULL_DISK") == os.environ.get("RANK", "0"):
         fill_disk_once()
-    code = 0
-    try:
-        grpo.main()
-    except SystemExit as stop:  # a run that stopped has values too, where no other rank is asked for them
-        if kind == "zero":
-            raise
-        code = stop.code
+    leave = grpo.leave_together
 
-    trainer = trainers[0]
-    masters = dict(master_weights(trainer.model))
-    rope = trainer.model.model.language_model.rotary_emb.inv_freq
-    if trainer.args.process_index == 0:
-        result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "dtypes": dtypes}
-        result["images"] = images  # of the rows of rank 0
-        result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
-        torch.save(result, path)
-    if code:
-        sys.exit(code)
-    grpo.leave_together()
+    def save() -> None:
+        trainer = trainers[0]
+        masters = dict(master_weights(trainer.model))
+        rope = trainer.model.model.language_model.rotary_emb.inv_freq
+        if trainer.args.process_index == 0:
+            result = {"gradients": updates, "masters": masters, "rope": rope.clone(), "dtypes": dtypes}
+            result["images"] = images  # of the rows of rank 0
+            result |= {"head_gathered": head_gathered, "best": trainer.keep_best.best_score}
+            torch.save(result, path)
+
+    def save_and_leave(code: int = 0) -> None:
+        save()
+        leave(code)
+
+    if kind == "ddp":  # a run that stopped has values too, where no other rank is asked for them
+        grpo.leave_together = save_and_leave
+    grpo.main()
+    save_and_leave()
 
 
 if __name__ == "__main__":
