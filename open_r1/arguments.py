@@ -236,7 +236,7 @@ class GRPOArguments(GRPOConfig):
         metadata={"help": "Updates between two probes of validation rows with blank pictures. 0: none."},
     )
     probe_rows: int = field(
-        default=64, metadata={"help": "Rows of each validation set that a probe looks at, twice."}
+        default=64, metadata={"help": "Validated rows of each set that a probe looks at, twice."}
     )
     kl_readout_steps: int = field(
         default=0,

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("fast", "transformers")
 ROLLOUTS_AHEAD = 8  # that rows may be drawn under --difficulty_sampling: see row_sampler.py
-
-
+MOST_OVERSAMPLED = 100  # beyond, a typing error would roll out for days
 LONGEST_NAME = 230  # bytes of a folder's name; what lies beside it adds to that, and file systems stop at 255
 COUNTS = (
     "max_completion_length", "prompts_per_row", "gradient_accumulation_steps", "steps_per_generation",
@@ -144,10 +143,10 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             f"--dynamic_sampling {args.dynamic_sampling}: set 0 (off) or the number of tries",
         ),
         (
-            not args.oversample >= 1 or not whole(oversampled),
+            not 1 <= args.oversample <= MOST_OVERSAMPLED or not whole(oversampled),
             f"--oversample {args.oversample:g}: an update of {args.prompts_per_update} prompts on "
-            f"{args.processes} processes would roll out {oversampled:g} on each; set 1 or more, so that it "
-            "is a whole number",
+            f"{args.processes} processes would roll out {oversampled:g} on each; set 1 up to "
+            f"{MOST_OVERSAMPLED}, so that it is a whole number",
         ),
         (
             args.oversample > 1 and args.dynamic_sampling > 0,

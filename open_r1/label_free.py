@@ -34,6 +34,8 @@ def hold_vote(texts: Sequence[str], ties: str = "first", minimum_share: float = 
     """
     if ties not in TIES:
         raise ValueError(f"ties={ties}: set one of {', '.join(TIES)}")
+    if not 0 <= minimum_share <= 1:
+        raise ValueError(f"minimum_share={minimum_share}: a share; set 0 up to 1")
     answers = [extract_answer(text) for text in texts]
     ballots = Counter(answer for answer in answers if answer is not None)  # in the order they were given
     if not ballots:
@@ -78,6 +80,8 @@ def negative_entropy_reward(
     """
     if format_only and unparsed_entropy is None:
         raise ValueError("format_only needs unparsed_entropy: set it too, to 7.0 as in the paper's code")
+    if unparsed_entropy is not None and unparsed_entropy < 0:
+        raise ValueError(f"unparsed_entropy={unparsed_entropy} rewards what cannot be read: set 0 or more")
     rewards = [0.0 if format_only else -float(values.mean()) for values in entropy]
     if unparsed_entropy is not None:
         unparsed = [extract_answer(c[0]["content"]) is None for c in completions]

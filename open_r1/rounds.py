@@ -13,7 +13,7 @@ from .install import holds_something
 from .keep_best import KeepBest
 from .ranks import on_rank_zero
 from .run_identity import digest, measured_in, model_content
-from .selection import rows_of
+from .selection import names_none_of, rows_of
 from .submission import header_fault
 from .top_masters import TopMasters
 
@@ -77,7 +77,13 @@ def files_that_define(run) -> dict[str, str]:
     """Flags that are given and name files, for run.json: what is in them counts."""
     recipe, found = run.recipe, {}
     if recipe.selection_rows:
-        found["selection_rows"] = digest(Path(recipe.selection_rows).read_bytes())
+        try:
+            found["selection_rows"] = digest(Path(recipe.selection_rows).read_bytes())
+        except OSError as error:
+            raise ValueError(
+                f"--selection_rows {recipe.selection_rows} cannot be read ({error.strerror}): set a file "
+                "that open_r1/selection.py made"
+            ) from error
     if recipe.init_from:
         found["init_from"] = model_content(run.start_from)
     return found
@@ -89,11 +95,13 @@ def files_that_define(run) -> dict[str, str]:
 def validation_rows(
     recipe: RecipeArguments, args: GRPOArguments, sets: dict[str, CountingData]
 ) -> dict[str, list[int]]:
-    """The rows of each validation set that are looked at while training."""
-    return {
-        name: rows_of(recipe.selection_rows, data.source, len(data), args.eval_limit)
-        for name, data in sets.items()
-    }
+    """The rows of each validation set that are looked at while training. ValueError for a file of
+    --selection_rows that does not fit."""
+    file = recipe.selection_rows
+    rows = {name: rows_of(file, data.source, len(data), args.eval_limit) for name, data in sets.items()}
+    if file and rows and names_none_of(file, [data.source for data in sets.values()]):
+        raise ValueError(f"--selection_rows {file} names none of the validation sets: split these")
+    return rows
 
 
 def _where(source: str) -> str:

@@ -134,4 +134,5 @@ def count_weights(count_of: np.ndarray, alpha: float) -> np.ndarray:
     [1.0, 1.0, 1.0, 1.0, 2.0]
     """
     rarity = np.bincount(count_of).max() / np.bincount(count_of)
-    return np.minimum(rarity**alpha, MOST_FREQUENT)[count_of]
+    with np.errstate(over="ignore"):
+        return np.minimum(rarity**alpha, MOST_FREQUENT)[count_of]

@@ -138,13 +138,22 @@ def rows_of(file: str | None, source: str, total: int, limit: int | None = None,
     if file:
         try:
             entry = json.loads(Path(file).read_bytes()).get(Path(source).resolve().name)
-            rows = rows if entry is None else list(entry[part])
             fits = entry is None or entry["rows"] == total
+            chosen = rows if entry is None else list(entry[part])
+            there = bool(chosen) and set(chosen) <= set(rows)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is no file of open_r1/selection.py: {error}") from error
         if not fits:
             raise ValueError(f"{file} splits {entry['rows']} rows, and {source} has {total}: split it anew")
+        if not there:
+            raise ValueError(f"{file} names rows to {part} that {source} lacks, or none: split it anew")
+        rows = chosen
     return [rows[i] for i in pick_rows(len(rows), limit)]
+
+
+def names_none_of(file: str, sources: Iterable[str]) -> bool:
+    """Whether a file that `split` made is about other data sets."""
+    return not set(json.loads(Path(file).read_bytes())) & {Path(one).resolve().name for one in sources}
 
 
 def main() -> int:

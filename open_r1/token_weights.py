@@ -61,6 +61,8 @@ def prpo_weights(
     The robust dependency R = D^2 / (D + S), as log(1 + R), is stretched to 0 .. 1 over the completion; beyond
     `threshold` the weight rises, up to 1 + strength. methods/prpo/README.md numbers what was chosen.
     """
+    if not (0 <= threshold < 1 and strength >= 0):
+        raise ValueError(f"threshold={threshold}, strength={strength}: set 0 or more, the threshold below 1")
     weights = []
     for own, without, noised in zip(logps, hidden, perturbed, strict=True):
         depends, moves = dependency(own, without), dependency(own, noised)
@@ -80,6 +82,8 @@ def vppo_weights(
     With `renormalise` the tokens that are left weigh T / kept, so that filtering does not lower the learning
     rate; without it they weigh 1, as in the paper. A completion whose dependencies hardly differ keeps all.
     """
+    if not (0 < share <= 1 and 0 <= lowest <= 1):
+        raise ValueError(f"share={share}, lowest={lowest}: set up to 1, and the share above 0")
     depends = [dependency(own, without) for own, without in zip(logps, destroyed, strict=True)]
     stretched = min_max(torch.stack([one.mean() for one in depends]))  # [G]
     rise = (1 - lowest) / stretched.mean() if stretched.any() else 0.0
@@ -168,10 +172,12 @@ def check_token_weights(run) -> tuple[list[str], list[str]]:
         for name in ("logps", *VIEWS)
     } | {"advantages": torch.randn(len(lengths), generator=generator), "completion_ids": ids}
     try:
-        weights(available)
+        finite = torch.cat(weights(available)).isfinite().all()
     except Exception as error:  # whatever a user's function raises
         reason = f"{type(error).__name__}: {error}"
         return [], [f"--token_weights {weights.name} failed on random log-probs ({reason}): repair it"]
+    if not finite:
+        return [], [f"--token_weights {weights.name} gives weights that are not finite: repair it"]
     views = [name for name in VIEWS if weights.wants(name)]
     seen = " and ".join(views) or "no other"
     return [f"shared out over tokens by {weights.name}, which looks at {seen} images"], []

@@ -3,8 +3,15 @@
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Collection
 from typing import Any
+
+KINDS = {  # of an option's default: what its value may be, in types and words
+    bool: ((bool,), "true or false"),
+    int: ((int, float), "a number"),
+    float: ((int, float), "a number"),
+}
 
 
 def find_function(name: str, registry: dict[str, Callable], flag: str = "--reward_funcs") -> Callable:
@@ -27,16 +34,22 @@ def find_function(name: str, registry: dict[str, Callable], flag: str = "--rewar
 
 def option_value(function: Callable, parameter: str, value: str, given: Collection[str], shown: str) -> Any:
     """The value of a parameter that has a default and is not `given` by the trainer: JSON (7.0, true, null),
-    or else text. ValueError, beginning with `shown`, says which there are."""
-    known = [
-        key
+    or else text, of the default's kind. ValueError, beginning with `shown`, says which there are."""
+    known = {
+        key: one.default
         for key, one in inspect.signature(function).parameters.items()
         if one.default is not inspect.Parameter.empty and key not in given
-    ]
+    }
     if parameter not in known:
         has = f"has {', '.join(known)}" if known else "has no options"
         raise ValueError(f"{shown} {has}")
     try:
-        return json.loads(value)
+        found = json.loads(value)
     except json.JSONDecodeError:
-        return value
+        found = value
+    kind = KINDS.get(type(known[parameter]))
+    if kind and type(found) not in kind[0]:
+        raise ValueError(f"{shown} takes {kind[1]} for {parameter}")
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(f"{shown} takes a finite number for {parameter}")
+    return found

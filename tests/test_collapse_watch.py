@@ -3,11 +3,13 @@ peak."""
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from open_r1 import collapse_watch, grpo, keep_best, kl_readout, metrics, rolling_out, validation
+from open_r1 import collapse_watch, grpo, keep_best, kl_readout, metrics, probe, rolling_out, validation
+from open_r1.arguments import GRPOArguments
 from open_r1.checkpoint import load_policy
 from open_r1.collapse_watch import CollapseWatch, difference_error
 from open_r1.control import StopRun
@@ -216,3 +218,19 @@ def test_a_blank_picture_has_the_size_of_the_picture():
         if prompt.pixel_values is not None:
             assert blank.pixel_values.shape == prompt.pixel_values.shape and not blank.pixel_values.any()
             assert prompt.pixel_values.any()
+
+
+def test_a_probe_looks_at_rows_that_are_validated_on(monkeypatch):
+    """Those that report, under --selection_rows, are none of its business."""
+    looked_at = []
+    monkeypatch.setattr(probe.validation, "evaluate", lambda *_, rows, **more: looked_at.append(rows))
+    for name in ("gather_examples", "summarize"):
+        monkeypatch.setattr(probe.validation, name, lambda examples: examples)
+    monkeypatch.setattr(probe.validation, "score", lambda summaries: 50.0)
+    args = GRPOArguments(output_dir="out", use_cpu=True, report_to="none", eval_strategy="no", probe_rows=2)
+    trainer = SimpleNamespace(
+        args=args, eval_encoder=None, engine=None, validation_sets={"val": range(9)},
+        validation_rows={"val": [2, 3, 5, 7]},
+    )  # fmt: skip
+    assert probe.image_probe(trainer)["probe/image_gap"] == 0
+    assert looked_at == [[2, 5]] * 2

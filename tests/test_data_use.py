@@ -218,6 +218,7 @@ def test_close_is_for_off_by_one_alone():
         (("--oversample", 0.5), "--oversample 0.5: an update of 1 prompts on 1 processes would roll out 0"),
         (("--oversample", 1.3), "--oversample 1.3: .* so that it is a whole number"),
         (("--oversample", "nan"), "--oversample nan"),
+        (("--oversample", "1e300"), "--oversample 1e\\+300: .* set 1 up to 100"),
         (("--oversample", 2, "--dynamic_sampling", 1), "both put other groups in the place"),
         (("--count_balance", -1), "--count_balance -1.0: set 0 or more"),
         (("--count_balance", 1, "--shuffle_dataset", "false"), "--shuffle_dataset false: "),

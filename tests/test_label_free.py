@@ -77,6 +77,9 @@ def test_a_small_majority_may_not_count():
     texts = answers(4, 4, 5, "?", "?")
     assert majority(*texts, minimum_share=0.4) == [1, 1, 0, 0, 0]
     assert majority(*texts, minimum_share=0.41) == [0, 0, 0, 0, 0]
+    for share in (7, -1):
+        with pytest.raises(ValueError, match=f"minimum_share={share}: a share; set 0 up to 1"):
+            majority(*texts, minimum_share=share)
 
 
 def test_more_vote_than_are_trained():
@@ -145,6 +148,8 @@ def test_format_option_of_rent():
     assert negative_entropy_reward(completions, **rent, format_only=True) == [0.0, -7.0]
     with pytest.raises(ValueError, match="format_only needs unparsed_entropy"):
         negative_entropy_reward(completions, entropy=values, format_only=True)
+    with pytest.raises(ValueError, match="unparsed_entropy=-7 rewards what cannot be read"):
+        negative_entropy_reward(completions, entropy=values, unparsed_entropy=-7)
 
 
 @pytest.mark.parametrize("limit", [None, 100])

@@ -8,7 +8,7 @@ import pytest
 
 from open_r1 import selection
 from open_r1.curve import Curve
-from open_r1.selection import Outcome, choose, confidence, gains, rows_of
+from open_r1.selection import Outcome, choose, confidence, gains, names_none_of, rows_of
 from tests.data_sets import table
 
 
@@ -100,6 +100,12 @@ def test_what_chooses_never_reports(tmp_path, monkeypatch, capsys):
     assert "leaves no rows" in capsys.readouterr().err
     with pytest.raises(ValueError, match="splits 4 rows, and .* has 5: split it anew"):
         rows_of(str(out), str(folder), 5)
+    for rows in ([], [4], [-1], "01", [[0]]):
+        out.write_text(json.dumps({"ood_val": {"rows": 4, "selection": rows, "report": [0]}}))
+        message = f"^{out} (names rows to selection that .* lacks, or none|is no file)"
+        with pytest.raises(ValueError, match=message):
+            rows_of(str(out), str(folder), 4)
+    assert not names_none_of(str(out), [str(folder), "elsewhere"]) and names_none_of(str(out), ["val"])
     out.write_text("[]")
     with pytest.raises(ValueError, match="is no file of open_r1/selection.py"):
         rows_of(str(out), str(folder), 4)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from open_r1.rollout import PREFILL_TOKENS, FastEngine
 from open_r1.sampling import Sampling, sampling_keys
 from open_r1.token_weights import (
     TokenWeights,
+    check_token_weights,
     dependency,
     prpo_weights,
     resolve_token_weights,
@@ -261,6 +263,10 @@ def one_for_all(logps, factor=1.0):
         ("prpo", ["strenght=2"], "strenght=2: prpo has threshold, strength"),
         ("prpo", ["strength"], "strength: give PARAMETER=VALUE"),
         ("prpo", ["destroyed=2"], "destroyed=2: prpo has threshold, strength"),
+        ("prpo", ["strength=much"], "strength=much: prpo takes a number for strength"),
+        ("prpo", ["strength=true"], "strength=true: prpo takes a number for strength"),
+        ("prpo", ["strength=Infinity"], "strength=Infinity: prpo takes a finite number for strength"),
+        ("vppo", ["renormalise=no"], "renormalise=no: vppo takes true or false for renormalise"),
         (f"{__name__}.needs_more", [], "asks for colours, which is none of logps, destroyed"),
     ],
 )
@@ -275,6 +281,28 @@ def test_options_and_a_function_of_ones_own():
     assert not mine.wants("destroyed")
     with pytest.raises(ValueError, match=r"must return a list of 2 tensors, one weight a token \(3, 1\)"):
         mine({"logps": [torch.zeros(3), torch.zeros(1)], "advantages": torch.zeros(2)})
+
+
+def sometimes_nan(logps, power=0.5):
+    return [(one + 1) ** power for one in logps]
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("prpo", ["threshold=1"], "threshold=1, strength=1.0: set 0 or more, the threshold below 1"),
+        ("prpo", ["strength=-5"], "threshold=0.4, strength=-5: set 0 or more"),
+        ("vppo", ["share=-1"], "share=-1, lowest=0.9: set up to 1, and the share above 0"),
+        ("vppo", ["lowest=5"], "share=0.4, lowest=5: set up to 1"),
+        (f"{__name__}.sometimes_nan", [], "sometimes_nan gives weights that are not finite: repair it"),
+        (f"{__name__}.sometimes_nan", ["power=1"], None),
+    ],
+)
+def test_weights_are_tried_before_the_run(name, options, message):
+    recipe = SimpleNamespace(token_weights=name, token_weight_options=options)
+    run = SimpleNamespace(recipe=recipe, args=SimpleNamespace(num_generations=4))
+    _, faults = check_token_weights(run)
+    assert [message in fault for fault in faults] == [True] * (message is not None)
 
 
 @pytest.mark.parametrize(
