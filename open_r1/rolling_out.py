@@ -49,7 +49,7 @@ class Drawn:
 
 
 class RollsOut:
-    """A part of the Trainer. `base` is the folder of the weights that the run began with."""
+    """A part of the Trainer. `base` is the folder of the model to be beaten, in a further round too."""
 
     base: Path | None = None
 

@@ -48,6 +48,8 @@ ROWS = ("prompts_per_row", "gradient_accumulation_steps", "steps_per_generation"
 # What of the model is trained.
 FROZEN = ("use_peft", "freeze_vision_tower")
 LORA = (*FROZEN, "lora_r", "lora_alpha", "lora_target_modules", "lora_vision", "use_rslora")
+# Of these, what decides which parameters a checkpoint and its optimizer hold.
+TRAINED = (*FROZEN, "lora_r", "lora_target_modules", "lora_vision")
 SAMPLED_ROWS, SAMPLED_BLOCKS, BLOCK = 256, 64, 4096  # of a data set; of a weight file, with their bytes
 
 
@@ -199,6 +201,11 @@ def notes(then: dict, now: dict) -> list[str]:
     return [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
 
 
+def trains_others(then: dict, now: dict) -> bool:
+    """Whether other parameters are trained: no checkpoint can be gone on from then."""
+    return any(then.get(name, now[name]) != now[name] for name in TRAINED if name in now)
+
+
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -248,6 +255,12 @@ def judge(
             )
         return new_run(now), [f"goes on from {done[0]}" if done else f"a new run in {out}"]
     changed = differences(then, now)
+    if done and trains_others(then["flags"], now["flags"]):
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise ValueError(
+            f"{source} is of another run:\n{listed}\n{done[0].name} holds other parameters than those that "
+            "are trained now; set another OUT"
+        )
     begun = done is not None or (out / LOGS).exists()
     if changed and begun and not accept_changes:
         listed = "\n".join(f"  {line}" for line in changed)

@@ -97,6 +97,13 @@ def test_another_run_is_refused_with_what_differs(folder, begun):  # noqa: F811
         assert lines == [f"goes on from {begun}/checkpoint-2", *changed]
 
 
+@pytest.mark.parametrize("more", [("--use_peft", "true"), ("--freeze_vision_tower", "true")])
+def test_a_checkpoint_of_other_parameters_is_not_gone_on_from(folder, begun, more):  # noqa: F811
+    """Whatever is accepted: it holds no such weights, or no such optimizer."""
+    with pytest.raises(ValueError, match=f"{more[0]} False -> True\ncheckpoint-2 holds other parameters"):
+        judged(folder, begun, *more, "--accept_changes", "true")
+
+
 def test_another_reward_of_the_same_name_is_told_by_its_code(folder, begun, monkeypatch):  # noqa: F811
     def accuracy(completions, **kwargs):
         """The gold answer, read otherwise."""
