@@ -95,6 +95,8 @@ def check_paths(args: argparse.Namespace, sets: dict[str, str]) -> None:
     for name in ("limit", "batch_size", "num_processes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise Refused(f"--{name} {getattr(args, name)}: set it to 1 or more.")
+    if args.dataloader_num_workers < 0:
+        raise Refused(f"--dataloader_num_workers {args.dataloader_num_workers}: set it to 0 or more.")
     out, model = Path(args.out).resolve(), Path(args.model).resolve()
     if out == model or model in out.parents:
         raise Refused(f"--out {args.out} is inside the model folder: results must not change a submission.")

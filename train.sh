@@ -93,24 +93,25 @@ NUM_MACHINES=${NUM_MACHINES:-1} MACHINE_RANK=${MACHINE_RANK:-0}
     die "MACHINE_RANK=$MACHINE_RANK of NUM_MACHINES=$NUM_MACHINES: count the machines from 0"
 ((NUM_MACHINES == 1)) || [[ -n ${MAIN_PROCESS_IP:-} ]] ||
     die "NUM_MACHINES=$NUM_MACHINES: set MAIN_PROCESS_IP to the address of the machine with MACHINE_RANK=0"
+[[ ${MAIN_PROCESS_PORT:=29500} =~ ^[1-9][0-9]{0,4}$ ]] ||
+    die "MAIN_PROCESS_PORT=$MAIN_PROCESS_PORT is no port; set a free one of the machine with MACHINE_RANK=0"
 processes=$(((NUM_GPUS > 0 ? NUM_GPUS : 1) * NUM_MACHINES))
 
 # One choice for the launcher and for the script: --deepspeed, else ZERO. Names without a folder are the project's.
-if ((NUM_GPUS > 0)); then
-    zero=$(given deepspeed)
-    ZERO=${zero:-${ZERO:-$ROOT/zero3.json}}
-    [[ -e $ZERO || $ZERO == */* ]] || ZERO=$ROOT/$ZERO
-    [[ -f $ZERO ]] || die "ZERO=$ZERO is no file; set zero3.json, zero2.json, zero3_offload.json or your own"
-    ZERO=$(realpath -s "$ZERO")
-    set --
-    for ((i = 0; i < ${#arguments[@]}; i++)); do
-        case ${arguments[i]} in
-            --deepspeed) ((++i)) ;;
-            --deepspeed=*) ;;
-            *) set -- "$@" "${arguments[i]}" ;;
-        esac
-    done
-fi
+zero=$(given deepspeed)
+[[ -z $zero ]] || ((NUM_GPUS > 0)) || die "--deepspeed $zero needs GPUs, and NUM_GPUS=0 trains on the CPU: leave it out"
+ZERO=${zero:-${ZERO:-$ROOT/zero3.json}}
+[[ -e $ZERO || $ZERO == */* ]] || ZERO=$ROOT/$ZERO
+[[ -f $ZERO ]] || die "ZERO=$ZERO is no file; set zero3.json, zero2.json, zero3_offload.json or your own"
+ZERO=$(realpath -s "$ZERO")
+set --
+for ((i = 0; i < ${#arguments[@]}; i++)); do
+    case ${arguments[i]} in
+        --deepspeed) ((++i)) ;;
+        --deepspeed=*) ;;
+        *) set -- "$@" "${arguments[i]}" ;;
+    esac
+done
 export ZERO NUM_MACHINES # a dry run reads them
 
 # --- an update
@@ -226,7 +227,7 @@ train() {
     ) place=(--main_process_port 0) # a free one: two runs on a machine do not collide
     local kind=(--multi_gpu) sharded=() # accelerate's name for plain data parallelism
     if ((NUM_MACHINES > 1)); then
-        place=(--main_process_ip "$MAIN_PROCESS_IP" --main_process_port "${MAIN_PROCESS_PORT:-29500}")
+        place=(--main_process_ip "$MAIN_PROCESS_IP" --main_process_port "$MAIN_PROCESS_PORT")
         place+=(--deepspeed_multinode_launcher standard) # started by hand on each: no ssh
     fi
     if ((NUM_GPUS > 0)); then
@@ -264,8 +265,10 @@ finalized=0
 if [[ -z $passed ]] && ! is_off "$(given finalize)"; then
     run_stoppable "$PYTHON" "$ROOT/open_r1/finalize.py" "$OUT"
     finalized=$code
-    ((code == 0)) || [[ -n $passed ]] || echo "train.sh: exit code $code: all is trained, and $SUBMISSION holds the \
-best validated model, but averages and mixtures were not looked at to the end" >&2
+    [[ -z $passed ]] || finalized=$(signal_code)
+    ((finalized == 0)) || echo "train.sh: exit code $finalized: all is trained, and $SUBMISSION holds the best validated \
+model, but averages and mixtures were not looked at to the end. The same command looks at them again" >&2
+    [[ -z $passed ]] || exit "$finalized"
 fi
 
 # --- what the grader would see

@@ -12,6 +12,8 @@ the submission is what it was.
 
 import argparse
 import json
+import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,11 +36,14 @@ from open_r1.lock import lock_out, lock_submission
 from open_r1.mixing import Weights, mix
 from open_r1.selection import Outcome, choose, confidence, gains, rows_right
 from open_r1.status import FAILED, write_status
-from open_r1.submission import ensure_submission, write_submission
-from open_r1.top_masters import masters_of
+from open_r1.submission import ensure_submission, header_fault, write_submission
+from open_r1.top_masters import Master, damaged, masters_of
 from selfcheck import Refused, launch, load_model
 
 PLAN, RESULT, TABLE, STATUS = "selection.json", "finalize.json", "finalize.txt", "finalize-status.json"
+IN_PLAN = {
+    "run", "measured_in", "base", "submission", "sets", "split", "rows", "level", "minutes", "alphas"
+}  # fmt: skip
 WRITING = 0.2  # of the minutes: kept for the writing of the submission
 AVERAGE = "average"
 Mixture = dict[str, float]  # {name of a model: its weight}
@@ -63,25 +68,29 @@ def prepare(args: argparse.Namespace) -> str | None:
     """Fills `args` with what all processes need. A sentence where nothing is to be done."""
 
     out = Path(args.out)
-    try:
-        plan = json.loads((out / PLAN).read_bytes())
-    except (OSError, ValueError) as error:
-        raise Refused(f"{out} has no readable {PLAN}; a run with --submission_dir writes it") from error
+    plan = read_plan(out)
     submission = Path(args.submission or plan["submission"]).resolve()
-    minutes = plan.pop("minutes") if args.minutes is None else args.minutes
+    minutes = plan["minutes"] if args.minutes is None else args.minutes
+    del plan["minutes"]
+    if not 0 < minutes < math.inf:
+        raise Refused(f"--minutes {minutes:g}: set the minutes that it may take")
     args.plan = plan | {"submission": str(submission)}
     args.deadline = time.time() + 60 * minutes * (1 - WRITING)
     for name in ("limit", "batch_size", "num_processes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise Refused(f"--{name} {getattr(args, name)}: set it to 1 or more")
+    if args.dataloader_num_workers < 0:
+        raise Refused(f"--dataloader_num_workers {args.dataloader_num_workers}: set it to 0 or more")
     args.engine, args.dtype, args.model = "fast", "auto", plan["base"]  # as the self-check's
+    if fault := header_fault(Path(plan["base"]), Path(plan["base"])):
+        raise Refused(f"the run's base is not what it was: {fault}")
     try:
         lock_out(out)
         lock_submission(submission)
         stands = ensure_submission(plan["base"], submission)
     except ValueError as error:
         raise Refused(str(error)) from error
-    masters = masters_of(out, plan["run"])
+    masters = usable_masters(out, plan)
     args.models = {"base": plan["base"], "submission": str(submission)}
     args.models |= {f"update {one.step}": str(one.path) for one in masters}
     args.masters = [f"update {one.step}" for one in masters]
@@ -92,6 +101,24 @@ def prepare(args: argparse.Namespace) -> str | None:
         "masters": [[one.path.name, one.path.stat().st_mtime_ns] for one in masters],
     }  # fmt: skip
     return done_before(out, args.inputs, submission)
+
+
+def read_plan(out: Path) -> dict:
+    """What the run wrote down for this (rounds.keeper)."""
+    try:
+        plan = json.loads((out / PLAN).read_bytes())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{out} has no readable {PLAN}; a run with --submission_dir writes it") from error
+    if not isinstance(plan, dict) or not plan.keys() >= IN_PLAN or not plan["sets"]:
+        raise Refused(f"{out / PLAN} is not what a run with --submission_dir writes; the run's command does")
+    return plan
+
+
+def usable_masters(out: Path, plan: dict) -> list[Master]:
+    """The run's, without those that are damaged, each of which is named."""
+    for fault in damaged(out, Path(plan["base"])):
+        print(f"finalize: left out: {fault}", flush=True)
+    return masters_of(out, plan["run"], Path(plan["base"]))
 
 
 def standing(record: dict, plan: dict, masters: list[str]) -> Mixture | None:
@@ -108,10 +135,10 @@ def done_before(out: Path, inputs: dict, submission: Path) -> str | None:
 
     try:
         then = json.loads((out / RESULT).read_bytes())
-    except (OSError, ValueError):
+        same = then["inputs"] == inputs and then["stands"] == fingerprint(submission)
+        return f"nothing is new since: {then['why']}" if same and then["complete"] else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not ours
         return None
-    same = then["inputs"] == inputs and then["stands"] == fingerprint(submission)
-    return f"nothing is new since: {then['why']}" if same and then["complete"] else None
 
 
 def first_candidates(standing: Mixture | None, masters: list[str]) -> dict[str, Mixture]:
@@ -138,14 +165,15 @@ def towards_base(name: str, mixture: Mixture, alphas: list[float]) -> dict[str, 
 
 def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str, str]) -> None:
     """Scores the candidates in turn, each process its share of the rows; rank 0 writes what is chosen."""
-
-
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     try:
         loaded = {name: load_rows(source, *args.plan["split"]) for name, source in sets.items()}
     except ValueError as error:
         raise Refused(str(error)) from error
+    for name, data in loaded.items():
+        if len(data) <= max(args.plan["rows"][name]):
+            raise Refused(f"{sets[name]} has {len(data)} rows, fewer than the run was measured on")
     engine, encoder = load_model(args, f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     rows = args.plan["rows"]
     rows = {of: [rows[of][i] for i in validation.pick_rows(len(rows[of]), args.limit)] for of in sets}
@@ -176,8 +204,6 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
 
 def load_mixture(model, mixture: Mixture, models: dict[str, str]) -> None:
     """In place: captured graphs read fixed addresses. Rounded once, to the type of the model's files."""
-
-
     into = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in mix([(Weights(Path(models[one])), part) for one, part in mixture.items()]):
@@ -188,8 +214,6 @@ def measure(
     engine, encoder, loaded: dict, rows: dict, rank: int, world_size: int, args: argparse.Namespace, name: str
 ) -> Outcome | None:
     """The Outcome of what the engine holds; None, on all ranks, once the time is up."""
-
-
     sets = {}
     for set_name, data in loaded.items():
         try:
@@ -262,7 +286,8 @@ def reason(chosen: str, stood: str, scored: dict[str, dict], level: float, compl
     sentence = f"{chosen} has the highest score of those of {many} candidates that beat the base"
     if chosen == stood:
         kept = "what stood there stays" if chosen == "submission" else "the base stays"
-        sentence = f"{kept}: of {many} candidates, none that beats the base scores higher"
+        sentence = f"{kept}: of {many} candidates, none scores higher and is sure enough to beat the base"
+        sentence = sentence if many > 1 else f"{kept}: nothing else was scored"
     elif chosen == "base":
         sentence = f"the base takes its place again: of {many} candidates, none beats it"
     sentence += f" (score {one['score']:.2f}"
@@ -318,10 +343,14 @@ def main() -> int:
     except SystemExit as died:  # a process that was killed
         print(died, file=sys.stderr)
         failure = str(died)
+    except Exception as error:  # a fault of the code: with its traceback
+        write_status(status, "failed", f"{type(error).__name__}: {error}", FAILED)
+        raise
     if status.parent.is_dir():
         write_status(status, "failed", failure, FAILED)
     return FAILED
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
     sys.exit(main())

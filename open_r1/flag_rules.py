@@ -277,6 +277,10 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "--init_from submission without --submission_dir: set it to the folder of the last round's model",
         ),
         (
+            bool(recipe.selection_rows) and not os.path.isfile(recipe.selection_rows),
+            f"--selection_rows {recipe.selection_rows} does not exist; python open_r1/selection.py makes it",
+        ),
+        (
             not 0 <= recipe.select_level < 1,
             f"--select_level {recipe.select_level:g}: a share; set 0 (any higher score) up to 0.99",
         ),

@@ -62,7 +62,8 @@ class KeepBest:
         if kept or self.start_from != self.base:
             load_weights(rollout_copy, self.start_from)
         self.baseline = self.chosen_score = self.best_score
-        on_rank_zero(lambda: note_score(self.submission, score=self.best_score, **self._of_this_run()))
+        measured = {"score": self.best_score, "score_to_beat": self.best_score}  # not an earlier round's
+        on_rank_zero(lambda: note_score(self.submission, **measured, **self._of_this_run()))
 
     def offer(self, policy: nn.Module, found: float, summaries: dict[str, dict], step: int) -> bool:
         """Makes the policy the submission if `found` beats the best score, and the rows tell it from the

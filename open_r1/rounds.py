@@ -38,10 +38,13 @@ def init_folder(recipe: RecipeArguments, out: Path) -> Path | None:
     """The model to start from, or this run's copy of it, once it has started; None without --init_from."""
     if not recipe.init_from:
         return None
-    if recipe.init_from == "submission":
-        source = Path(recipe.submission_dir)
-    else:
-        source = local_model(recipe.init_from)
+    source = Path(recipe.submission_dir if recipe.init_from == "submission" else recipe.init_from)
+    if recipe.init_from != "submission" and _copied_from(out) != str(source.resolve()):
+        try:
+            source = local_model(recipe.init_from)
+        except ValueError as error:
+            fault = str(error).partition("; set MODEL")[0]
+            raise ValueError(f"--init_from {recipe.init_from}: {fault}; set the folder of a model") from error
     if _copied_from(out) == str(source.resolve()):
         return out / INIT
     if not holds_something(source):

@@ -25,10 +25,13 @@ class Master:
     score: float
 
 
-def masters_of(out: Path, run: str | None) -> list[Master]:
-    """What this run wrote, the best first; files of others are left out."""
+def masters_of(out: Path, run: str | None, base: Path | None = None) -> list[Master]:
+    """What this run wrote, the best first; files of others are left out, and those that are damaged, or have
+    not the tensors of `base`."""
     found = []
-    for path in (out / FOLDER).glob("update-*.safetensors"):
+    for path in _files(out):
+        if base and _fault(path, base):
+            continue
         try:
             about = Weights(path).metadata
             if about["run"] == run:
@@ -36,6 +39,23 @@ def masters_of(out: Path, run: str | None) -> list[Master]:
         except (ValueError, KeyError):
             continue
     return sorted(found, key=lambda one: (-one.score, one.step))
+
+
+def damaged(out: Path, base: Path) -> list[str]:
+    """A sentence for each file that is not whole, or has not the tensors of the model `base`."""
+    return [fault for path in _files(out) if (fault := _fault(path, base))]
+
+
+def _files(out: Path) -> list[Path]:
+    return sorted((out / FOLDER).glob("update-*.safetensors"))
+
+
+def _fault(path: Path, base: Path) -> str | None:
+    try:
+        same = Weights(path).shapes() == Weights(base).shapes()
+    except ValueError as error:
+        return str(error)
+    return None if same else f"{path} has not the tensors of {base}"
 
 
 class TopMasters:

@@ -237,6 +237,37 @@ def test_what_cannot_be_is_refused_in_a_sentence(run, capsys):
 
     assert "--limit 0" in refused("--limit", 0)
     assert "would overwrite the base" in refused("--submission", run.base)
+    assert "--minutes nan" in refused("--minutes", "nan")
+    assert "--dataloader_num_workers -1" in refused("--dataloader_num_workers", -1)
+    plan = json.loads((run.out / "selection.json").read_text())
+    for wrong, words in (
+        ({"rows": {"val": [0, 99]}}, "rows, fewer than the run was measured on"),
+        ({"base": str(run.out)}, "the run's base is not what it was"),
+        ({"sets": {}}, "is not what a run with --submission_dir writes"), (None, "is not what a run"),
+    ):  # fmt: skip
+        (run.out / "selection.json").write_text(json.dumps(wrong and plan | wrong))
+        assert words in refused() and run.status["cause"] == "failed"
     run.out = run.out.parent / "nowhere"
     assert "has no readable selection.json" in refused()
     assert not run.out.exists()
+
+
+def test_what_is_damaged_is_left_out_and_named(run, capsys):
+    """Of the masters; a result that cannot be read is none."""
+    other = run.out / "masters/update-40.safetensors"
+    about = {"run": "mine", "step": "40", "score": "99"}
+    write_masters(other, {"a": (2,)}, [("a", torch.zeros(2))], about)
+    os.truncate(run.out / "masters/update-20.safetensors", 1000)
+    (run.out / "finalize.json").write_text("[]")
+    run.found = {"update 10": GOOD}
+    assert run.finalize() == 0 and run.result["submitted"] == "update 10"
+    assert run.held.keys() == {"base", "update 10", "0.5 x update 10", "0.25 x update 10"}
+    shown = capsys.readouterr().out
+    assert "left out: " in shown and "update-20.safetensors" in shown and f"{other} has not the tens" in shown
+
+
+def test_a_fault_of_the_code_does_not_look_as_if_it_ran_on(run, monkeypatch):
+    monkeypatch.setattr(finalize, "measure", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.finalize()
+    assert run.status["cause"] == "failed" and "ZeroDivisionError" in run.status["message"]

@@ -60,12 +60,14 @@ def test_a_sabotaged_second_round_changes_nothing(folder, tmp_path, graded):  # 
     submission = tmp_path / "submission"
     a_round(folder, tmp_path / "one", submission)
     assert read_record(submission)["score"] == 60.0
+    note_score(submission, score=60.0, score_to_beat=50.0)  # as finalize.py of the first round writes it
     first = contents(submission)
     graded.clear()
     more = ("--init_from", "submission", "--learning_rate", 1000, "--keep_top", 1)
     second = a_round(folder, tmp_path / "two", submission, *more)
     assert contents(submission) == first
     assert second.keep_best.best_score == 60.0 and second.keep_best.baseline == 60.0
+    assert read_record(submission)["score_to_beat"] == 60.0  # also once the round is started again
     base, stands, ruined = graded
     assert holds(base, folder / "base") and holds(stands, submission) and not holds(ruined, submission)
     # The policy started from the submission: the copy of it, since the submission may change.
@@ -94,6 +96,13 @@ def test_the_policy_and_the_rollouts_start_from_the_submission(folder, tmp_path,
     again = a_round(folder, tmp_path / "two", submission, *more, "--max_steps", 2)
     policy = {name: tensor.detach().clone() for name, tensor in master_weights(again.model)}
     assert holds(policy, tmp_path / "old submission")
+    # Named by its folder, which is gone by then: the copy is what counts.
+    named = ("--init_from", tmp_path / "gone", "--learning_rate", 0)
+    save_public_form(tmp_path / "gone", seed=4)
+    a_round(folder, tmp_path / "three", submission, *named)
+    (tmp_path / "gone").rename(tmp_path / "went")
+    third = a_round(folder, tmp_path / "three", submission, *named, "--max_steps", 2)
+    assert holds({name: tensor.detach() for name, tensor in master_weights(third.model)}, tmp_path / "went")
     # Another start in the same OUT is another run.
     with pytest.raises(ValueError, match=r"is of another run.*\n.*--init_from .* -> None"):
         a_round(folder, tmp_path / "two", submission, "--learning_rate", 0)
@@ -194,6 +203,10 @@ def test_rounds_that_cannot_be(folder, tmp_path):  # noqa: F811
     (strange / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="--init_from .*strange is no model like the base: .*llama"):
         a_round(folder, tmp_path / "out", tmp_path / "submission", "--init_from", strange)
+    with pytest.raises(ValueError, match="--init_from /nowhere: .* exist; set the folder of a model"):
+        a_round(folder, tmp_path / "out", tmp_path / "submission", "--init_from", "/nowhere")
+    with pytest.raises(ValueError, match="1 thing to change\n.*--selection_rows /nowhere does not exist"):
+        a_round(folder, tmp_path / "out", tmp_path / "submission", "--selection_rows", "/nowhere")
     given = flags(folder, tmp_path / "out", "--select_level", 1, "--keep_top", -1, "--wise_alphas", 0.5, 1.5)
     with pytest.raises(ValueError) as refused:
         grpo.run(*parse(*given, "--finalize_minutes", "0"))

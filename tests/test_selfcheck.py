@@ -272,6 +272,7 @@ def test_paths_and_flags_are_refused_before_anything_is_loaded(model, data, tmp_
         (["--model", model, "--data", data["val"], tmp_path / "gone"], "gone does not exist: set --data"),
         ([*good, "--limit", "0"], "--limit 0"),
         ([*good, "--batch_size", "0"], "--batch_size 0"),
+        ([*good, "--dataloader_num_workers", "-1"], "--dataloader_num_workers -1"),
         ([*good, "--out", model], "inside the model folder"),
         ([*good, "--out", model / "results"], "inside the model folder"),
     ]:
