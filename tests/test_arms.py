@@ -3,6 +3,8 @@
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,8 @@ import torch
 
 from methods.arms import binding, paired, plan, readouts, report, run
 from methods.demo import draw
+from open_r1 import lock
+from tests.faults import status_of
 
 SHARED = {"max_steps": 5, "eval_steps": 5, "eval_limit": 20}
 
@@ -58,6 +62,34 @@ def test_an_arm_with_another_flag_is_refused(tmp_path):
         plan.check_flags(plan.load_set(write_set(tmp_path, text)), SHARED)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("reference: a\nmay_differ: [beta\narms: {a: {}}", "is no set of arms"),
+        ("", "is no set of arms"),
+        ("reference: a\nmay_differ: [beta]\narms: {a: {}, ../b: {}}", "arm ../b: it names a folder"),
+        ("reference: a\nmay_differ: [beta]\narms: {a: {}, 3: {}}", "arm 3: it names a folder"),
+        ("reference: a\nmay_differ: [beta]\narms: {a: {}, base: {}}", "arm base: that is what"),
+        ("reference: a\nmay_differ: [beta]\narms: {a: {}, b: {flags: [beta]}}", "arm b: flags ['beta']"),
+        ("reference: a\nmay_differ: seed\narms: {a: {}, b: {flags: {seed: 1}}}", "arm b sets --seed, which"),
+        ("reference: b\nmay_differ: [beta]\narms: {a: {}, b: {kind: sft}}", "reference b is none of its"),
+    ],
+)
+def test_what_is_no_set_is_refused_in_a_sentence(tmp_path, text, words):
+    with pytest.raises(plan.Refused) as refused:
+        plan.load_set(write_set(tmp_path, text))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--jobs 0", "--wall -5", "--seeds 0 0", "--test_limit 0", "--readout_rows 1", "--only nobody"]
+)
+def test_numbers_without_a_meaning_are_refused(tmp_path, monkeypatch, capsys, flags):
+    words = ["run.py", "--arms", "objectives", "--out", str(tmp_path / "out"), *flags.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    assert run.main() == 2 and flags in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_run_of_other_rows_is_refused(tmp_path):
     arms = plan.load_set(write_set(tmp_path, "reference: a\nmay_differ: [beta]\narms: {a: {}, b: {}}"))
     one = {"flags": {"beta": 0}, "model": {"content": "m"}, "data": {"train": {"rows": 9, "content": "d"}}}
@@ -89,7 +121,7 @@ class FakeJobs:
 
     def add(self, arm: str, code: str, **todo) -> run.Job:
         job = run.Job(self.folder / arm / "seed_0", {"arm": arm, "seed": 0} | todo)
-        run.claim(job)
+        run.claim([job], self.folder)
         (job.folder / "code").write_text(code)
         return job
 
@@ -126,7 +158,47 @@ def test_jobs(tmp_path, monkeypatch, capsys):
         run.run_jobs([left], argparse.Namespace(jobs=1, wall=None, begin=0, job_seconds=3), lambda: None)
     assert left.process.returncode == -9
     with pytest.raises(plan.Refused, match="other settings"):
-        run.claim(run.Job(late.folder, late.todo | {"max_steps": 7}))
+        run.claim([run.Job(late.folder, late.todo | {"max_steps": 7})], tmp_path)
+
+
+def test_a_folder_is_one_runners_and_holds_jobs_only(tmp_path):
+    """Nothing is written where one of the jobs is refused."""
+    notes = tmp_path / "b/seed_0/notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("somebody's")
+    jobs = [run.Job(tmp_path / arm / "seed_0", {"arm": arm, "seed": 0}) for arm in "ab"]
+    with pytest.raises(plan.Refused, match="b/seed_0 holds something that is no job"):
+        run.claim(jobs, tmp_path)
+    assert not jobs[0].folder.exists() and notes.exists()
+    run.claim(jobs[:1], tmp_path)
+
+    def refused() -> None:
+        lock._held.clear()  # of the other process
+        with pytest.raises(plan.Refused, match="another run.py works in"):
+            run.claim(jobs[:1], tmp_path)
+
+    assert status_of(refused) == 0
+    with pytest.raises(plan.Refused, match="cannot be written"):
+        run.claim(jobs[:1], Path("/proc/nowhere"))
+
+
+def test_jobs_end_with_a_runner_that_is_killed(tmp_path, monkeypatch):
+    """The next one begins them anew, in the same folders."""
+    fake = FakeJobs(tmp_path, monkeypatch)
+    job = fake.add("endless", "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)")
+    pid = job.folder / "pid"
+
+    def runner() -> None:
+        run.start(job)
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert status_of(runner) == signal.SIGKILL
+    stat, end = Path("/proc") / pid.read_text() / "stat", time.monotonic() + 10
+    while stat.exists() and stat.read_text().split()[2] != "Z":  # nobody may be there to reap it
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # --- comparing them
@@ -212,6 +284,16 @@ def test_report(tmp_path):
     assert (tmp_path / "docs/evidence/mine_effects.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="cannot stand in one table"):
         report.merge([results_file(), results_file(max_steps=6)])
+    other = results_file()
+    other["results"][0]["models"]["submission"]["rows"] = dict.fromkeys(report.SETS, "01")
+    with pytest.raises(SystemExit, match="cannot be compared"):
+        report.page(report.merge([other]), tmp_path)
+    for text, words in (
+        ("{", "is no results.json"), ("[]", "is no results.json"), ('{"results": []}', "is done yet"),
+    ):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=words):
+            report.read([path])
 
 
 # --- readouts

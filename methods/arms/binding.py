@@ -143,7 +143,12 @@ def main() -> None:
     from open_r1.rollout import FastEngine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    processor, model = load_processor(args.model), load_policy(args.model, "auto", device)
+    if args.figures < 1 or args.new_tokens < 1:
+        sys.exit(f"binding.py: --figures {args.figures}, --new_tokens {args.new_tokens}: set 1 or more")
+    try:
+        processor, model = load_processor(args.model), load_policy(args.model, "auto", device)
+    except ValueError as error:
+        sys.exit(f"binding.py: --model: {error}")
     found = probe(
         FastEngine(model, processor), processor, model.config, figures=args.figures, seed=args.seed,
         new_tokens=args.new_tokens, side=args.side, out=args.out,

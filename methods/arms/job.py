@@ -17,6 +17,7 @@ sys.path[0] = str(ROOT)
 
 from methods.arms import plan
 from methods.arms.plan import BASE, DATA
+from methods.arms.run import end_with_parent
 
 SETS = ("test_val", "test_B", "test_ood")
 PROBE = 40  # steps that tell the speed of SFT
@@ -46,7 +47,8 @@ def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
 
 def run_script(script: str, *words: str | Path) -> None:
     """Ends this process with its exit code where it fails; why then stands at the end of the log."""
-    if code := subprocess.run([sys.executable, ROOT / script, *words]).returncode:
+    command = [sys.executable, ROOT / script, *words]
+    if code := subprocess.run(command, preexec_fn=end_with_parent).returncode:
         sys.exit(code)
 
 
@@ -197,6 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path, help="folder with job.json")
     job = parser.parse_args().job.resolve()
+    if not (job / "job.json").exists():
+        sys.exit(f"job.py: {job} has no job.json, which run.py writes")
     todo = json.loads((job / "job.json").read_text())
     start, run = time.time(), job / "run"
     shutil.rmtree(run, ignore_errors=True)  # of this job, cut before it ended: it begins anew

@@ -5,7 +5,6 @@ python methods/arms/label_free.py [RESULTS.json]        default: docs/evidence/l
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -140,12 +139,15 @@ def main() -> None:
     parser.add_argument("--readmes", type=Path, default=ROOT / "methods", help="folder of the methods")
     parser.add_argument("--picture", type=Path, default=FOLDER / "label_free_collapse.png")
     args = parser.parse_args()
-    data = report.merge([json.loads(path.read_text()) for path in args.results])
+    data = report.merge(report.read(args.results))
+    found = [method for method in METHODS if report.seeds_of(data["results"], method)]
+    if not found or ("base", 0) not in data["results"]:
+        sys.exit(f"label_free.py: there are no results of base and of one of {', '.join(METHODS)}")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
     draw(data["results"], args.picture)
-    for method in METHODS:
-        if report.seeds_of(data["results"], method):
-            write_readme(args.readmes / method / "README.md", readme_part(data, method))
+    for method in found:
+        write_readme(args.readmes / method / "README.md", readme_part(data, method))
+    print(f"{args.picture} and the README.md of {', '.join(found)} in {args.readmes} are written")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ no arm of GRPO: the reference's base imitates written-out counting for as long a
 """
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ DEMO = ROOT / "methods/demo"
 BASE, DATA = DEMO / "base", DEMO / "runs/data"
 SETS = Path(__file__).resolve().parent / "sets"
 KINDS = ("grpo", "sft")
+NAME = re.compile(r"[\w-]+")  # of an arm's folder
+RUNS_OWN = {"output_dir", "submission_dir", "seed"}  # where a job lies, and which it is
 
 
 class Refused(Exception):
@@ -55,17 +58,28 @@ def load_set(name: str) -> ArmSet:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in SETS.glob("*.yaml")))
         raise Refused(f"--arms {name}: there is no {path}; give a .yaml or .json file, or one of {known}")
-    given = yaml.safe_load(path.read_text())  # JSON is YAML
     try:
+        given = yaml.safe_load(path.read_text())  # JSON is YAML
         arms = {key: Arm(key, **(value or {})) for key, value in given["arms"].items()}
-        made = ArmSet(path.stem, given["reference"], frozenset(given["may_differ"]), arms)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise Refused(f"{path} is no set of arms ({type(error).__name__}: {error})") from error
-    if made.reference not in arms:
-        raise Refused(f"{path}: reference {made.reference} is none of its arms")
+        may_differ = given["may_differ"]
+        may_differ = [may_differ] if isinstance(may_differ, str) else may_differ
+        made = ArmSet(path.stem, given["reference"], frozenset(may_differ), arms)
+    except (TypeError, KeyError, AttributeError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Refused(f"{path} is no set of arms ({why}); methods/arms/sets has some") from error
+    if made.reference not in arms or arms[made.reference].kind != "grpo":
+        raise Refused(f"{path}: reference {made.reference} is none of its arms of GRPO")
     for arm in arms.values():
+        if not isinstance(arm.name, str) or not NAME.fullmatch(arm.name):
+            raise Refused(f"{path}: arm {arm.name}: it names a folder; set letters, digits, - and _")
+        if arm.name == "base":
+            raise Refused(f"{path}: arm base: that is what all arms start from; set another name")
+        if not isinstance(arm.flags, dict):
+            raise Refused(f"{path}: arm {arm.name}: flags {arm.flags}; set {{flag: value, …}}")
         if arm.kind not in KINDS:
             raise Refused(f"{path}: arm {arm.name} is of kind {arm.kind}; set one of {', '.join(KINDS)}")
+        if own := RUNS_OWN & set(arm.flags):
+            raise Refused(f"{path}: arm {arm.name} sets --{sorted(own)[0]}, which run.py sets for every job")
         if others := set(arm.flags) - made.may_differ:
             raise Refused(
                 f"{path}: arm {arm.name} sets --{sorted(others)[0]}, which is not in may_differ: arms would "

@@ -50,6 +50,21 @@ read digits, and chance is {0:.0f} %."""
 # --- reading
 
 
+def read(paths: Collection[Path]) -> list[dict[str, Any]]:
+    """What run.py wrote. SystemExit, with a sentence, for other files and where no job is done yet."""
+    files, me = [], Path(sys.argv[0]).name
+    for path in paths:
+        try:
+            files.append(json.loads(path.read_text()))
+            done = files[-1]["results"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise SystemExit(f"{me}: {path} is no results.json of run.py ({why})") from error
+        if not done:
+            raise SystemExit(f"{me}: no job of {path} is done yet; run.py goes on with them")
+    return files
+
+
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     """The results of several runs as one; of an arm with a seed that is in two, the later counts."""
     steps = {file["max_steps"] for file in files}
@@ -223,6 +238,9 @@ def cost(one: dict, results: dict) -> str:
 
 def page(data: dict[str, Any], pictures: Path) -> str:
     results = data["results"]
+    rows = {tuple(len(r["models"]["submission"]["rows"][name]) for name in SETS) for r in results.values()}
+    if len(rows) > 1:
+        raise SystemExit(f"report.py: results on {sorted(rows)} rows of {', '.join(SETS)} cannot be compared")
     tested = {len(bits) for r in results.values() for bits in r["models"]["submission"]["rows"].values()}
     parts = [INTRODUCTION.format(steps=data["max_steps"], rows=" or ".join(map(str, sorted(tested))))]
     chances = {
@@ -266,10 +284,13 @@ def main() -> None:
     paths = args.results or sorted((DOCS / "evidence").glob("*.json"))
     if not paths:
         sys.exit("report.py: there are no results in docs/evidence; name run.py's results.json")
-    pictures = args.out / "evidence"
-    pictures.mkdir(parents=True, exist_ok=True)
-    text = page(merge([json.loads(path.read_text()) for path in paths]), pictures)
-    (args.out / "evidence.md").write_text(text)
+    data, pictures = merge(read(paths)), args.out / "evidence"
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"report.py: --out {args.out} cannot be made ({error.strerror}); set a folder")
+    (args.out / "evidence.md").write_text(page(data, pictures))
+    print(f"{args.out / 'evidence.md'} has the tables, {pictures} the plots")
 
 
 if __name__ == "__main__":

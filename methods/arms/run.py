@@ -10,6 +10,7 @@ tables and plots of it.
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import json
 import os
@@ -27,6 +28,7 @@ sys.path[0] = str(ROOT)
 
 from methods.arms import plan
 from methods.arms.plan import ArmSet, Refused
+from open_r1.lock import lock
 
 POLL = 0.5  # seconds between two looks at the processes
 GRACE = 10.0  # seconds of the wall-clock limit that stay for the end
@@ -88,14 +90,25 @@ def shared_flags(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def claim(job: Job) -> None:
-    """Writes job.json. Refused where the folder holds a job with other settings."""
-    path = job.folder / "job.json"
-    text = json.dumps(job.todo, indent=1)
-    if path.exists() and path.read_text() != text:
-        raise Refused(f"{job.folder} is of a job with other settings; set another --out")
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+def claim(jobs: list[Job], out: Path) -> None:
+    """Makes OUT this process's, and writes each job.json. Refused, with nothing written, where a folder holds
+    a job with other settings, or something that is no job."""
+    texts = {job.folder / "job.json": json.dumps(job.todo, indent=1) for job in jobs}
+    for path, text in texts.items():
+        if path.exists() and path.read_text() != text:
+            raise Refused(f"{path.parent} is of a job with other settings; set another --out")
+        if not path.exists() and path.parent.exists() and any(path.parent.iterdir()):
+            raise Refused(f"{path.parent} holds something that is no job; set another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock(out / ".lock", f"another run.py works in {out}: wait for it, or set another --out")
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    except OSError as error:
+        raise Refused(f"--out {out} cannot be written ({error.strerror}); set another folder") from error
+    except ValueError as busy:
+        raise Refused(str(busy)) from busy
 
 
 # --- running them
@@ -157,7 +170,13 @@ def start(job: Job) -> None:
         job.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
             start_new_session=True,  # with all it starts it can be ended
+            preexec_fn=end_with_parent,  # also where this process is killed: the next one begins the job anew
         )  # fmt: skip
+
+
+def end_with_parent() -> None:
+    """In a new process: the system kills it when the one that started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_of(job: Job, took: float, out_of_time: bool) -> bool:
@@ -248,6 +267,18 @@ def draw_data() -> None:
         part.rename(plan.DATA)
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises Refused for numbers that no job can be run with."""
+    for name in ("jobs", "test_limit", "wall", "job_seconds"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise Refused(f"--{name} {value}: set a number above 0")
+    if args.readout_rows < 4:
+        raise Refused(f"--readout_rows {args.readout_rows}: set 4 or more, of which the probes take a share")
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise Refused(f"--seeds {' '.join(map(str, args.seeds))}: set different numbers, 0 or more")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -274,15 +305,17 @@ def main() -> int:
     args.out = args.out.resolve()
     args.begin = time.monotonic()
     try:
+        check(args)
         sets = [plan.load_set(name) for name in args.arms]
+        if unknown := set(args.only or ()) - {"base"}.union(*(arms.arms for arms in sets)):
+            raise Refused(f"--only {sorted(unknown)[0]} is no arm of {' '.join(args.arms)}")
         draw_data()
         for arms in sets:
             plan.check_flags(arms, shared_flags(args))
         jobs = make_jobs(sets, args)
         if args.only:
             jobs = [job for job in jobs if job.todo["arm"] in (*args.only, "base")]
-        for job in jobs:
-            claim(job)
+        claim(jobs, args.out)
     except Refused as refused:
         print(f"run.py: {refused}", file=sys.stderr)
         return 2
