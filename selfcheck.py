@@ -159,6 +159,10 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     loaded = load_sets(sets)
+    try:
+        selection.refuse_strange(args.report_rows, sets.values())
+    except ValueError as error:
+        raise Refused(str(error)) from error
     engine, encoder = load_model(args, f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if rank == 0:
         make_folder(args.out)

@@ -47,9 +47,13 @@ class Curve:
 
     def _lines(self) -> list[dict]:
         lines = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
+        for text in self.path.read_text().splitlines(keepends=True) if self.path.exists() else []:
+            if not text.endswith("\n"):
                 break  # the line that a kill cut short is the last one
+            try:
+                line = json.loads(text)
+                ours = {"name", "step", "measured_in"} <= line.keys()
+            except (ValueError, AttributeError):
+                ours = False
+            lines.append(line if ours else {"name": "", "step": 0, "measured_in": "somebody's"})
         return lines

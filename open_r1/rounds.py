@@ -13,7 +13,7 @@ from .install import holds_something
 from .keep_best import KeepBest
 from .ranks import on_rank_zero
 from .run_identity import digest, measured_in, model_content
-from .selection import names_none_of, rows_of
+from .selection import refuse_strange, rows_of
 from .submission import header_fault
 from .top_masters import TopMasters
 
@@ -98,13 +98,12 @@ def files_that_define(run) -> dict[str, str]:
 def validation_rows(
     recipe: RecipeArguments, args: GRPOArguments, sets: dict[str, CountingData]
 ) -> dict[str, list[int]]:
-    """The rows of each validation set that are looked at while training. ValueError for a file of
-    --selection_rows that does not fit."""
-    file = recipe.selection_rows
-    rows = {name: rows_of(file, data.source, len(data), args.eval_limit) for name, data in sets.items()}
-    if file and rows and names_none_of(file, [data.source for data in sets.values()]):
-        raise ValueError(f"--selection_rows {file} names none of the validation sets: split these")
-    return rows
+    """The rows of each validation set that are looked at while training."""
+    refuse_strange(recipe.selection_rows, [data.source for data in sets.values()])
+    return {
+        name: rows_of(recipe.selection_rows, data.source, len(data), args.eval_limit)
+        for name, data in sets.items()
+    }
 
 
 def _where(source: str) -> str:

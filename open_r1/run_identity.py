@@ -228,10 +228,11 @@ def read(out: Path) -> dict | None:
 
 
 def strangers(out: Path) -> list[str]:
-    """What a run would mix with its own, in a folder without run.json: checkpoints, or a model. All else may
-    lie there, a log that the shell writes say."""
+    """What a run would mix with its own or write over, in a folder without run.json: checkpoints, a model, or
+    what finalize.py reads and writes. All else may lie there, a log that the shell writes say."""
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    return [name for name in names if name.startswith("checkpoint-") or name == "config.json"]
+    taken = ("config.json", "selection.json", "finalize.json", "finalize.txt")
+    return [name for name in names if name.startswith("checkpoint-") or name in taken]
 
 
 def judge(

@@ -128,6 +128,19 @@ def split(folders: list[str], share: float, seed: int) -> dict[str, dict[str, An
     return parts
 
 
+def refuse_strange(file: str | None, sources: Iterable[str]) -> None:
+    """Raises ValueError for a file that `split` made of none of these data sets: all rows would count."""
+    names = [Path(source).resolve().name for source in sources]
+    if not file or not names:
+        return
+    try:
+        known = set(json.loads(Path(file).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} is no file of open_r1/selection.py: {error}") from error
+    if known.isdisjoint(names):
+        raise ValueError(f"{file} splits {', '.join(sorted(known)) or 'nothing'}, and not {', '.join(names)}")
+
+
 def rows_of(file: str | None, source: str, total: int, limit: int | None = None, part: str = PARTS[0]):
     """The rows of a data set to measure on: of its part in the file that `split` made (all, without a file,
     and of a set that the file does not name), at most `limit`, evenly spaced.
@@ -149,11 +162,6 @@ def rows_of(file: str | None, source: str, total: int, limit: int | None = None,
             raise ValueError(f"{file} names rows to {part} that {source} lacks, or none: split it anew")
         rows = chosen
     return [rows[i] for i in pick_rows(len(rows), limit)]
-
-
-def names_none_of(file: str, sources: Iterable[str]) -> bool:
-    """Whether a file that `split` made is about other data sets."""
-    return not set(json.loads(Path(file).read_bytes())) & {Path(one).resolve().name for one in sources}
 
 
 def main() -> int:

@@ -145,7 +145,7 @@ def test_another_runs_logs_are_refused_without_a_checkpoint_too(folder, begun, t
     assert "a new run" in judged(folder, out, "--learning_rate", 2)[1][0]
 
 
-@pytest.mark.parametrize("name", ["checkpoint-7/optimizer.pt", "config.json"])
+@pytest.mark.parametrize("name", ["checkpoint-7/optimizer.pt", "config.json", "selection.json"])
 def test_a_strangers_folder_is_refused(folder, tmp_path, name):  # noqa: F811
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)

@@ -8,7 +8,7 @@ import pytest
 
 from open_r1 import selection
 from open_r1.curve import Curve
-from open_r1.selection import Outcome, choose, confidence, gains, names_none_of, rows_of
+from open_r1.selection import Outcome, choose, confidence, gains, refuse_strange, rows_of
 from tests.data_sets import table
 
 
@@ -105,7 +105,12 @@ def test_what_chooses_never_reports(tmp_path, monkeypatch, capsys):
         message = f"^{out} (names rows to selection that .* lacks, or none|is no file)"
         with pytest.raises(ValueError, match=message):
             rows_of(str(out), str(folder), 4)
-    assert not names_none_of(str(out), [str(folder), "elsewhere"]) and names_none_of(str(out), ["val"])
+    out.write_bytes(first)
+    refuse_strange(str(out), [])
+    refuse_strange(None, [str(folder)])
+    refuse_strange(str(out), [str(folder), str(tmp_path / "val")])
+    with pytest.raises(ValueError, match="splits ood_val, and not val"):
+        refuse_strange(str(out), [str(tmp_path / "val")])
     out.write_text("[]")
     with pytest.raises(ValueError, match="is no file of open_r1/selection.py"):
         rows_of(str(out), str(folder), 4)
@@ -124,5 +129,10 @@ def test_the_curve_goes_on_after_the_checkpoint_and_keeps_runs_apart(tmp_path):
     assert curve.find("base") == outcome(val="01")
     Curve(tmp_path, "run2 rows").begin(0)
     assert not curve.path.exists() and len((tmp_path / "validation.1.jsonl").read_text().splitlines()) == 3
+    for text in ("a list\n", '{"a": 1}\n', "[1]\n"):  # somebody's file of this name
+        curve.path.write_text(text)
+        curve.begin(0)
+        kept = [path.read_text() for path in tmp_path.glob("validation.*.jsonl")]
+        assert not curve.path.exists() and text in kept
     line = json.loads((tmp_path / "validation.1.jsonl").read_text().splitlines()[0])
     assert line["accuracy_pct"] == {"val": 50.0} and line["rows"]["val"] == {"right": [1], "wrong": [0]}
