@@ -80,13 +80,7 @@ def files_that_define(run) -> dict[str, str]:
     """Flags that are given and name files, for run.json: what is in them counts."""
     recipe, found = run.recipe, {}
     if recipe.selection_rows:
-        try:
-            found["selection_rows"] = digest(Path(recipe.selection_rows).read_bytes())
-        except OSError as error:
-            raise ValueError(
-                f"--selection_rows {recipe.selection_rows} cannot be read ({error.strerror}): set a file "
-                "that open_r1/selection.py made"
-            ) from error
+        found["selection_rows"] = digest(Path(recipe.selection_rows).read_bytes())
     if recipe.init_from:
         found["init_from"] = model_content(run.start_from)
     return found

@@ -233,5 +233,3 @@ def test_the_rows_that_select_are_the_ones_that_are_looked_at(folder, tmp_path, 
     (tmp_path / "rows.json").write_text(json.dumps({"another": split["val"]}))
     with pytest.raises(ValueError, match="rows.json splits another, and not val"):
         a_round(folder, tmp_path / "next", tmp_path / "submission", *more)
-    with pytest.raises(ValueError, match="--selection_rows nowhere cannot be read .No such file"):
-        a_round(folder, tmp_path / "next", tmp_path / "submission", "--selection_rows", "nowhere")
