@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, Features, Image, Value
 
+from methods.demo import draw
 from open_r1 import finalize, submission
 from open_r1.checkpoint import load_policy, tensor_slots
 from open_r1.install import read_record
@@ -20,6 +23,7 @@ from tests.faults import status_of
 from tests.test_submission import contents, values
 from tests.tiny import save_public_form
 
+ROOT = Path(__file__).resolve().parent.parent
 ROWS = 40
 # The rows that a candidate gets right. LUCKY has more than BASE, but mostly others: it may be luck.
 BASE, LUCKY, GOOD, BEST = set(range(20)), set(range(18, ROWS)), set(range(28)), set(range(30))
@@ -271,3 +275,42 @@ def test_a_fault_of_the_code_does_not_look_as_if_it_ran_on(run, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run.finalize()
     assert run.status["cause"] == "failed" and "ZeroDivisionError" in run.status["message"]
+
+
+def test_two_processes_find_what_one_does(tmp_path):
+    """Real scores, of the demo's base and of what noise makes of it."""
+    base = ROOT / "methods/demo/base"
+    for name in ("val", "ood"):
+        drawn = [draw.draw_row(name, 0, row)[0] for row in range(8)]
+        features = Features({column: Value("string") for column in drawn[0]} | {"image": Image()})
+        Dataset.from_list(drawn, features=features).save_to_disk(tmp_path / name)
+    shapes = {name: places[0].shape for name, places in tensor_slots(base).items()}
+    held, noise = load_policy(base, torch.float32).state_dict(), torch.Generator().manual_seed(0)
+    found = []
+    for processes in (1, 2):
+        out = tmp_path / f"out_{processes}"
+        for step, size in ((10, 0.001), (20, 0.003)):
+            noised = (
+                (n, held[n].float() + size * torch.randn(s, generator=noise.manual_seed(step)))
+                for n, s in shapes.items()
+            )
+            about = {"run": "mine", "step": str(step), "score": "1"}
+            write_masters(out / f"masters/update-{step}.safetensors", shapes, noised, about)
+        plan = {
+            "run": "mine", "measured_in": "mine rows", "base": str(base), "submission": str(out / "best"),
+            "sets": {name: str(tmp_path / name) for name in ("val", "ood")}, "split": ["train", None],
+            "rows": {"val": list(range(8)), "ood": list(range(0, 8, 2))}, "level": 0.01, "minutes": 15,
+            "alphas": [0.5],
+        }  # fmt: skip
+        (out / "selection.json").write_text(json.dumps(plan))
+        command = [sys.executable, ROOT / "open_r1/finalize.py", out, "--num_processes", str(processes)]
+        command += ["--batch_size", "4", "--dataloader_num_workers", "0"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads((out / "finalize.json").read_text()))
+    one, two = found
+    assert one["candidates"] == two["candidates"] and one["submitted"] == two["submitted"]
+    assert one["complete"] and len({each["score"] for each in one["candidates"].values()}) > 1
+    assert (tmp_path / "out_1/best/model.safetensors").read_bytes() == (
+        tmp_path / "out_2/best/model.safetensors"
+    ).read_bytes()
