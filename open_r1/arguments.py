@@ -288,6 +288,7 @@ class GRPOArguments(GRPOConfig):
         self.checkpoints_kept = self.save_total_limit or 2
         self.planned_processes: int | None = None  # set by preflight.py in a dry run
         self.frozen = self.adapters = 0  # parameters that are not trained, and LoRA's; set by preflight.py
+        self.vision_learns = True  # likewise
         self.save_total_limit = None  # the Trainer's own pruning knows no complete-marker
         self.remove_unused_columns = False
         self.ignore_data_skip = True  # the rollout loader starts at global_step itself

@@ -171,9 +171,10 @@ def phases(config: Qwen2VLConfig, parameters: int, args: GRPOArguments, train: L
 
 
 def prefill(config: Qwen2VLConfig, args: GRPOArguments, train: Longest) -> int:
-    """One prefill row: its MLPs' inputs, and the vision tower's with the pixels in float32."""
+    """One prefill row: its MLPs' inputs, and the vision tower's with the pixels in float32. The views of
+    token weights are scored in rows that are no longer, so that they are no phase of their own."""
     text, vision, low = config.get_text_config(), config.vision_config, low_bytes(args)
-    prompts = args.prompts_drawn // args.processes
+    prompts = args.prompts_drawn // args.processes * (2 if args.noisy_rollout else 1)
     together = min(prompts, PREFILL_TOKENS[args.device.type] // train.tokens + 1)
     tokens, patches = together * train.tokens, together * train.patches
     width = vision.embed_dim
@@ -191,13 +192,14 @@ def row(config: Qwen2VLConfig, parameters: int, args: GRPOArguments, train: Long
     completions = args.prompts_per_row * args.num_generations
     scored = completions * args.max_completion_length
     tokens = padded_length(args.prompts_per_row * train.tokens + scored - completions)
-    patches = args.prompts_per_row * train.patches
+    patches = args.prompts_per_row * train.patches if args.vision_learns else 0
     of_text, of_vision = tokens * layer_bytes(config, args), patches * block_bytes(config, args)
     layers, blocks = text.num_hidden_layers, vision.depth
     head = text.vocab_size * text.hidden_size
     chunk = min(scored, LOGITS_CHUNK) * text.vocab_size
-    # Logits and their gradient; the head's gradient in float32 and, of a chunk, in the weights' type.
-    logits = 2 * low * chunk + (4 + low) * head
+    # Logits and their gradient; the head's gradient in float32 and, of a chunk, in the weights' type. LoRA
+    # leaves the head as it is.
+    logits = 2 * low * chunk + (0 if args.adapters else (4 + low) * head)
     if args.gradient_checkpointing:
         residual = low if args.deepspeed else 4
         kept = residual * (layers * tokens * text.hidden_size + blocks * patches * vision.embed_dim)

@@ -185,6 +185,8 @@ def check_model(run: Run) -> Found:
     run.trained = lora.trained_parameters(shapes, run.model_args)
     run.args.adapters = run.trained if run.model_args.use_peft else 0
     run.args.frozen = run.parameters + run.args.adapters - run.trained
+    model = run.model_args
+    run.args.vision_learns = model.lora_vision if model.use_peft else not model.freeze_vision_tower
     limit, vocabulary = run.args.vocab_limit or 0, run.config.get_text_config().vocab_size
     too_high = f"--vocab_limit {limit}: the model has {vocabulary} logits; set at most that"
     trained = "" if run.trained == run.parameters else f", {run.trained:,} trained"

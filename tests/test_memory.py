@@ -27,6 +27,7 @@ def asked(processes: int = 2, rows: int = 8, deepspeed: dict | None = ZERO3, **v
     per_row = values.get("prompts_per_row", 1)
     common = {
         "device": torch.device("cuda"), "bf16": True, "beta": 0.0, "frozen": 0, "adapters": 0,
+        "vision_learns": True, "noisy_rollout": 0.0,
         "optim": "adamw_torch_fused",
         "processes": processes, "deepspeed": deepspeed, "deepspeed_settings": deepspeed or {},
         "prompts_per_row": per_row, "gradient_accumulation_steps": rows, "steps_per_generation": rows,
@@ -108,6 +109,15 @@ def test_parts():
     stage = ZERO3["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}
     offloaded = expected(asked(deepspeed={"zero_optimization": stage}))
     assert sum(plain.held.values()) - sum(offloaded.held.values()) == PARAMETERS * (4 + 8 + 4) // 2
+    row, text = "a row's forward and backward", CONFIG.text_config
+    blind = expected(asked(vision_learns=False)).phases
+    seen = memory.block_bytes(CONFIG, asked()) * CONFIG.vision_config.depth
+    seen += 4 * 3 * 2 * 14 * 14  # pixels
+    assert plain.phases[row] - blind[row] == PROMPTS.patches * seen
+    adapted = expected(asked(vision_learns=False, adapters=10**7, frozen=PARAMETERS)).phases
+    assert blind[row] - adapted[row] == (4 + 2) * text.vocab_size * text.hidden_size
+    noisy = expected(asked(noisy_rollout=0.3)).phases["prefill"]
+    assert noisy == pytest.approx(2 * plain.phases["prefill"], rel=0.01)  # both fit into a row
 
 
 def test_too_much_is_said_with_the_flags_that_lower_it():
