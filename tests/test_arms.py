@@ -73,6 +73,7 @@ def test_an_arm_with_another_flag_is_refused(tmp_path):
         ("reference: a\nmay_differ: [beta]\narms: {a: {}, b: {flags: [beta]}}", "arm b: flags ['beta']"),
         ("reference: a\nmay_differ: seed\narms: {a: {}, b: {flags: {seed: 1}}}", "arm b sets --seed, which"),
         ("reference: b\nmay_differ: [beta]\narms: {a: {}, b: {kind: sft}}", "reference b is none of its"),
+        ("reference: a\nmay_differ: [beta]\narms: {a: {}, b: {after: a}}", "arm b: after a; set an arm"),
     ],
 )
 def test_what_is_no_set_is_refused_in_a_sentence(tmp_path, text, words):
@@ -100,6 +101,25 @@ def test_a_run_of_other_rows_is_refused(tmp_path):
     ):  # fmt: skip
         with pytest.raises(plan.Refused):
             plan.refuse_other_material("b", one, one | other, arms)
+    text = "reference: a\nmay_differ: [beta]\narms: {a: {}, s: {kind: sft}, b: {after: s}}"
+    arms = plan.load_set(write_set(tmp_path, text))
+    plan.refuse_other_material("b", one, one | {"model": {"content": "n"}}, arms)
+    with pytest.raises(plan.Refused, match="another data"):
+        plan.refuse_other_material("b", one, one | {"data": {"train": {"rows": 8, "content": "d"}}}, arms)
+
+
+def test_an_arm_after_another_starts_from_its_model_of_the_same_seed(tmp_path):
+    more = "{a: {}, s: {kind: sft, column: solution}, b: {after: s}, t: {kind: sft, after: s}}"
+    arms = plan.load_set(write_set(tmp_path, f"reference: a\nmay_differ: [beta]\narms: {more}"))
+    args = argparse.Namespace(
+        out=tmp_path, seeds=[3], max_steps=5, eval_steps=5, eval_limit=10, test_limit=None, readout_rows=8
+    )
+    todo = {job.todo["arm"]: job.todo for job in run.make_jobs([arms], args)}
+    made = str(tmp_path / "s/seed_3/run")
+    assert plan.given(todo["a"]["command"], "model_name_or_path") == str(plan.BASE) == todo["s"]["start"]
+    assert plan.given(todo["b"]["command"], "model_name_or_path") == made == todo["t"]["start"]
+    assert (todo["s"]["column"], todo["t"]["column"]) == ("solution", "completion")
+    assert todo["t"]["as_long_as"] == "a" and todo["t"]["after"] == "s" and "after" not in todo["s"]
 
 
 # --- running them
@@ -135,6 +155,7 @@ def test_jobs(tmp_path, monkeypatch, capsys):
     fake = FakeJobs(tmp_path, monkeypatch)
     jobs = [
         fake.add("control", DONE, as_long_as="slow"),
+        fake.add("next", DONE, after="control"),
         fake.add("broken", "raise SystemExit('what went wrong')"),
         fake.add("slow", f"import time; time.sleep(0.3); {DONE}"),
         fake.add("endless", "import time; time.sleep(60)"),
@@ -143,8 +164,9 @@ def test_jobs(tmp_path, monkeypatch, capsys):
     run.run_jobs(jobs, args, lambda: None)
     text = capsys.readouterr().out
     assert text.index("done   slow") < text.index("start  control") < text.index("done   control")
+    assert text.index("done   control") < text.index("start  next") < text.index("done   next")
     assert "FAILED broken" in text and "what went wrong" in text
-    assert "cut    endless" in text and jobs[3].process.returncode == -9
+    assert "cut    endless" in text and jobs[4].process.returncode == -9
     late = fake.add("late", DONE)
     run.run_jobs(
         [late],

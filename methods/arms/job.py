@@ -71,14 +71,15 @@ def baseline(run: Path) -> float:
 
 
 def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
-    """SFT of the base for as long as the reference's updates took, its validations left out."""
+    """SFT for as long as the reference's updates took, its validations left out."""
     from methods.demo.measure import continue_sft
 
     other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
     seconds = json.loads(other.read_text())["seconds"]["updates"]
-    speed = PROBE / continue_sft("completion", PROBE, run, todo["seed"])
-    steps = round(seconds * speed)
-    took = continue_sft("completion", steps, run, todo["seed"])
+    seed = todo["seed"] + 1000 * ("after" in todo)  # not the rows of the first time again, in their order
+    how = {"column": todo["column"], "out": run, "seed": seed, "base": Path(todo["start"])}
+    steps = round(seconds * PROBE / continue_sft(steps=PROBE, **how))
+    took = continue_sft(steps=steps, **how)
     (run / "sft.json").write_text(json.dumps({"steps": steps, "updates": took, "budget": seconds}))
 
 
@@ -216,8 +217,6 @@ def main() -> None:
     part.rename(job / "result.json")
     for folder in (*run.glob("checkpoint-*"), run / "submission"):  # what is large, and measured by now
         shutil.rmtree(folder, ignore_errors=True)
-    if todo["kind"] == "sft":
-        shutil.rmtree(run)
     (run / "rollouts.jsonl").unlink(missing_ok=True)
 
 

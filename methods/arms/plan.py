@@ -9,7 +9,9 @@ A set is a YAML or JSON file (methods/arms/sets/NAME.yaml):
       prpo: {what: PRPO, flags: {token_weights: prpo}}
 
 The flags of an arm come after those of methods/demo/train.sh and the ones that all arms share. `kind: sft` is
-no arm of GRPO: the reference's base imitates written-out counting for as long as the reference trained.
+no arm of GRPO: the reference's base imitates a column of the rows (`column`, by default written-out counting)
+for as long as the reference trained. An arm that comes `after` one of SFT starts from what that has made with
+the same seed.
 """
 
 import os
@@ -40,6 +42,8 @@ class Arm:
     what: str = ""  # in words, for the table
     kind: str = "grpo"
     flags: dict[str, Any] = field(default_factory=dict)
+    column: str = "completion"  # of the rows, that SFT imitates
+    after: str | None = None  # the arm of SFT whose model it starts from
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ def load_set(name: str) -> ArmSet:
             raise Refused(f"{path}: arm {arm.name}: flags {arm.flags}; set {{flag: value, …}}")
         if arm.kind not in KINDS:
             raise Refused(f"{path}: arm {arm.name} is of kind {arm.kind}; set one of {', '.join(KINDS)}")
+        if arm.after and (arm.after not in arms or arms[arm.after].kind != "sft" or arms[arm.after].after):
+            raise Refused(f"{path}: arm {arm.name}: after {arm.after}; set an arm of SFT that is after none")
         if own := RUNS_OWN & set(arm.flags):
             raise Refused(f"{path}: arm {arm.name} sets --{sorted(own)[0]}, which run.py sets for every job")
         if others := set(arm.flags) - made.may_differ:
@@ -126,10 +132,12 @@ def given(line: list[str], flag: str) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def command_line(arm: Arm, seed: int, shared: dict[str, Any], out: Path) -> list[str]:
+def command_line(
+    arm: Arm, seed: int, shared: dict[str, Any], out: Path, model: Path = BASE
+) -> list[str]:
     """The flags of grpo.py: those of train.sh on the CPU, those of the demo, `shared`, the arm's own."""
     places = {
-        "MODEL": BASE, "DATA": DATA / "train", "VAL": DATA / "val", "OOD_VAL": DATA / "ood",
+        "MODEL": model, "DATA": DATA / "train", "VAL": DATA / "val", "OOD_VAL": DATA / "ood",
         "OUT": out, "SUBMISSION": out / "submission",
         "prompts_per_row": 4, "accumulation": 4, "max_steps": 400,
     }  # fmt: skip
@@ -191,9 +199,9 @@ def refuse_others(name: str, differing: dict[str, list], arms: ArmSet) -> None:
 
 
 def refuse_other_material(name: str, reference: dict, identity: dict, arms: ArmSet) -> None:
-    """`identity` is a run's OUT/run.json. Raises Refused unless it started from the reference's weights, on
-    the reference's rows, and differs from it in named flags only."""
-    for part in ("model", "data"):
+    """`identity` is a run's OUT/run.json. Raises Refused unless it started from the reference's weights (or
+    after another arm), on the reference's rows, and differs from it in named flags only."""
+    for part in ("model", "data")[bool(arms.arms[name].after) :]:
         if _contents(identity[part]) != _contents(reference[part]):
             raise Refused(f"arm {name} of {arms.name} had another {part} than {arms.reference}")
     refuse_others(name, difference(reference["flags"], identity["flags"]), arms)

@@ -73,12 +73,20 @@ def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
         for seed in args.seeds:
             folder = args.out / arm.name / f"seed_{seed}"
             todo = {"arm": arm.name, "kind": arm.kind, "seed": seed} | about
+            start = model_of(args.out, arm.after, seed) if arm.after else plan.BASE
+            if arm.after:
+                todo["after"] = arm.after
             if arm.kind == "sft":
-                todo["as_long_as"] = reference
+                todo |= {"as_long_as": reference, "column": arm.column, "start": str(start)}
             else:
-                todo["command"] = plan.command_line(arm, seed, shared, folder / "run")
+                todo["command"] = plan.command_line(arm, seed, shared, folder / "run", start)
             jobs.append(Job(folder, todo))
     return jobs
+
+
+def model_of(out: Path, arm: str, seed: int) -> Path:
+    """What an arm of SFT has made."""
+    return out / arm / f"seed_{seed}/run"
 
 
 def shared_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -145,13 +153,13 @@ def run_jobs(jobs: list[Job], args: argparse.Namespace, finished) -> None:
 
 def next_job(waiting: list[Job], took: dict[str, float], guess: float, left: float) -> Job | None:
     """The first that can start and would end in the seconds that are `left`: it takes as long as its arm
-    took, or the slowest other, or what was guessed. A control waits for its reference, whose time it gets."""
+    took, or the slowest other, or what was guessed. A control waits for its reference, whose time it gets,
+    and an arm for the one that it comes after."""
     longest = max((seconds for arm, seconds in took.items() if arm != "base"), default=guess)
     for job in waiting:
-        reference = job.todo.get("as_long_as")
-        ready = (
-            not reference or (job.folder.parents[1] / reference / job.folder.name / "result.json").exists()
-        )
+        needs = [job.todo[key] for key in ("as_long_as", "after") if key in job.todo]
+        arms = job.folder.parents[1]
+        ready = all((arms / name / job.folder.name / "result.json").exists() for name in needs)
         if ready and 1.05 * took.get(job.todo["arm"], longest) < left:
             return job
     return None
