@@ -40,6 +40,7 @@ from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
 from open_r1.flag_parser import FlagParser
 from open_r1.frozen_vision import freeze_vision_tower
+from open_r1.install import read_record
 from open_r1.label_free import majority_vote_reward, negative_entropy_reward, self_certainty_reward
 from open_r1.lora import add_adapters
 from open_r1.preflight import preflight
@@ -258,7 +259,9 @@ def what_stands(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> 
         sentences.append(f"The same command {f'goes on from {own[-1].name}' if own else 'begins anew'}.")
     if best := trainer.keep_best:
         score = f": score {best.best_score:.2f}" if best.best_score >= 0 else ""
-        sentences.append(f"{best.submission} holds the best validated model{score}.")
+        base = (read_record(best.submission) or {}).get("recipe") == "base"
+        what = "the base, as no model was surely better" if base else "the best validated model"
+        sentences.append(f"{best.submission} holds {what}{score}.")
     return " ".join(sentences)
 
 

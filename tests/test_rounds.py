@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from safetensors.torch import load_file
 
 from open_r1 import grpo
 from open_r1.checkpoint import load_policy
+from open_r1.grpo import what_stands
 from open_r1.install import read_record
-from open_r1.submission import note_score
+from open_r1.submission import ensure_submission, note_score
 from open_r1.validation import Example, summarize
 from open_r1.weights import master_weights
 from tests.test_grpo import flags, folder, lines, parse, run  # noqa: F401 (folder is a fixture)
@@ -176,6 +178,19 @@ def test_what_finalize_chose_is_not_beaten_by_less(folder, tmp_path):  # noqa: F
     note_score(submission, score=55.0, score_to_beat=60.0)
     again = a_round(folder, tmp_path / "out", submission)
     assert again.keep_best.best_score == 60.0 and read_record(submission)["score"] == 55.0
+
+
+def test_the_end_says_whether_the_base_stands(tmp_path):
+    save_public_form(tmp_path / "base")
+    ensure_submission(tmp_path / "base", tmp_path / "submission")
+    best = SimpleNamespace(submission=tmp_path / "submission", best_score=33.5)
+    trainer = SimpleNamespace(
+        keep_best=best, state=SimpleNamespace(global_step=3), args=SimpleNamespace(max_steps=3)
+    )
+    words = "submission holds the base, as no model was surely better: score 33.50."
+    assert words in what_stands(trainer, None)
+    note_score(best.submission, recipe="grpo")
+    assert "submission holds the best validated model: score 33.50." in what_stands(trainer, None)
 
 
 def test_where_the_disk_has_no_room_none_are_kept(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
