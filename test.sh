@@ -5,4 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 
 setup_python "$ROOT/requirements.txt" "$ROOT/requirements-dev.txt"
 cd "$ROOT"
-exec "$PYTHON" -m pytest tests -q "$@" # pyproject.toml sets the time limit of a test
+# Two files of tests at a time; pyproject.toml sets the time limit of a test.
+exec "$PYTHON" -m pytest tests -q -n 2 --dist loadfile "$@"

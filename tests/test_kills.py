@@ -4,11 +4,13 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import Qwen2VLConfig
 
-from open_r1 import install
+from open_r1 import checkpoint, install
 from open_r1 import submission as module
 from open_r1.checkpoint import INDEX, load_policy, read_header, weight_files
 from open_r1.install import holds_something, read_record, record_path
@@ -159,9 +161,21 @@ class Folder:
         assert (self.sub / ".mounted").exists() == self.mounted
 
 
+CONFIGS: dict[bytes, Qwen2VLConfig] = {}
+
+
+def config_of(folder: Path) -> Qwen2VLConfig:
+    """Made once of the same bytes: making one takes longer than all else that is read of a folder."""
+    content = (folder / "config.json").read_bytes()
+    if content not in CONFIGS:
+        CONFIGS[content] = Qwen2VLConfig.from_pretrained(folder)
+    return CONFIGS[content]
+
+
 @pytest.fixture
 def place(request, models, tmp_path, monkeypatch) -> Folder:
     monkeypatch.setattr(module, "is_valid_model", lambda _: None)  # it reads only, and takes long
+    monkeypatch.setattr(checkpoint, "Qwen2VLConfig", SimpleNamespace(from_pretrained=config_of))
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # a kill loses nothing that was written
     folder = Folder(request.param, models, tmp_path)
     if folder.mounted:

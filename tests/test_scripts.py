@@ -559,7 +559,7 @@ def test_test_sh_hands_its_arguments_to_pytest(full_box: Box):
     (pip,) = full_box.calls_with("pip")
     assert f"{full_box.repo}/requirements-dev.txt" in pip
     (call,) = full_box.calls_with("pytest")
-    assert call[1:] == ["-m", "pytest", "tests", "-q", "-k", "one or two"]
+    assert call[1:] == ["-m", "pytest", "tests", "-q", "-n", "2", "--dist", "loadfile", "-k", "one or two"]
 
 
 # --- what the scripts say to others
