@@ -109,7 +109,8 @@ def test_a_run_of_other_rows_is_refused(tmp_path):
 
 
 def test_an_arm_after_another_starts_from_its_model_of_the_same_seed(tmp_path):
-    more = "{a: {}, s: {kind: sft, column: solution}, b: {after: s}, t: {kind: sft, after: s}}"
+    more = "{a: {}, s: {kind: sft, column: solution}, b: {after: s}, t: {kind: sft, after: s}, "
+    more += "u: {kind: sft, as_many_rows: true}}"
     arms = plan.load_set(write_set(tmp_path, f"reference: a\nmay_differ: [beta]\narms: {more}"))
     args = argparse.Namespace(
         out=tmp_path, seeds=[3], max_steps=5, eval_steps=5, eval_limit=10, test_limit=None, readout_rows=8
@@ -120,6 +121,7 @@ def test_an_arm_after_another_starts_from_its_model_of_the_same_seed(tmp_path):
     assert plan.given(todo["b"]["command"], "model_name_or_path") == made == todo["t"]["start"]
     assert (todo["s"]["column"], todo["t"]["column"]) == ("solution", "completion")
     assert todo["t"]["as_long_as"] == "a" and todo["t"]["after"] == "s" and "after" not in todo["s"]
+    assert todo["u"]["steps"] == 5 and "as_long_as" not in todo["u"] and "steps" not in todo["s"]
 
 
 # --- running them

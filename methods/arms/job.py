@@ -71,16 +71,18 @@ def baseline(run: Path) -> float:
 
 
 def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
-    """SFT for as long as the reference's updates took, its validations left out."""
+    """SFT for a number of steps, or for as long as the reference's updates took, its validations left out."""
     from methods.demo.measure import continue_sft
 
-    other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
-    seconds = json.loads(other.read_text())["seconds"]["updates"]
     seed = todo["seed"] + 1000 * ("after" in todo)  # not the rows of the first time again, in their order
     how = {"column": todo["column"], "out": run, "seed": seed, "base": Path(todo["start"])}
-    steps = round(seconds * PROBE / continue_sft(steps=PROBE, **how))
-    took = continue_sft(steps=steps, **how)
-    (run / "sft.json").write_text(json.dumps({"steps": steps, "updates": took, "budget": seconds}))
+    done = {"steps": todo.get("steps")}
+    if not done["steps"]:
+        other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
+        done["budget"] = json.loads(other.read_text())["seconds"]["updates"]
+        done["steps"] = round(done["budget"] * PROBE / continue_sft(steps=PROBE, **how))
+    done["updates"] = continue_sft(steps=done["steps"], **how)
+    (run / "sft.json").write_text(json.dumps(done))
 
 
 # --- what a run wrote

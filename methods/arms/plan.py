@@ -10,8 +10,8 @@ A set is a YAML or JSON file (methods/arms/sets/NAME.yaml):
 
 The flags of an arm come after those of methods/demo/train.sh and the ones that all arms share. `kind: sft` is
 no arm of GRPO: the reference's base imitates a column of the rows (`column`, by default written-out counting)
-for as long as the reference trained. An arm that comes `after` one of SFT starts from what that has made with
-the same seed.
+for as long as the reference trained, or `as_many_rows`. An arm that comes `after` one of SFT starts from what
+that has made with the same seed.
 """
 
 import os
@@ -43,6 +43,7 @@ class Arm:
     kind: str = "grpo"
     flags: dict[str, Any] = field(default_factory=dict)
     column: str = "completion"  # of the rows, that SFT imitates
+    as_many_rows: bool = False  # SFT sees as many as the reference, however long that takes
     after: str | None = None  # the arm of SFT whose model it starts from
 
 

@@ -77,7 +77,8 @@ def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
             if arm.after:
                 todo["after"] = arm.after
             if arm.kind == "sft":
-                todo |= {"as_long_as": reference, "column": arm.column, "start": str(start)}
+                budget = {"steps": args.max_steps} if arm.as_many_rows else {"as_long_as": reference}
+                todo |= budget | {"column": arm.column, "start": str(start)}
             else:
                 todo["command"] = plan.command_line(arm, seed, shared, folder / "run", start)
             jobs.append(Job(folder, todo))
