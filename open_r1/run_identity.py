@@ -48,8 +48,9 @@ ROWS = ("prompts_per_row", "gradient_accumulation_steps", "steps_per_generation"
 # What of the model is trained.
 FROZEN = ("use_peft", "freeze_vision_tower")
 LORA = (*FROZEN, "lora_r", "lora_alpha", "lora_target_modules", "lora_vision", "use_rslora")
-# Of these, what decides which parameters a checkpoint and its optimizer hold.
-TRAINED = (*FROZEN, "lora_r", "lora_target_modules", "lora_vision")
+# What decides which tensors a checkpoint holds, and how they are cut.
+STAGE = "deepspeed.zero_optimization.stage"
+FORM = (*FROZEN, "lora_r", "lora_target_modules", "lora_vision", "optim")
 SAMPLED_ROWS, SAMPLED_BLOCKS, BLOCK = 256, 64, 4096  # of a data set; of a weight file, with their bytes
 
 
@@ -201,9 +202,10 @@ def notes(then: dict, now: dict) -> list[str]:
     return [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
 
 
-def trains_others(then: dict, now: dict) -> bool:
-    """Whether other parameters are trained: no checkpoint can be gone on from then."""
-    return any(then.get(name, now[name]) != now[name] for name in TRAINED if name in now)
+def of_another_form(then: dict, now: dict) -> bool:
+    """Whether a checkpoint of one cannot be gone on from in the other."""
+    both = [name for name in FORM if name in then and name in now]
+    return any(then[name] != now[name] for name in both) or then.get(STAGE) != now.get(STAGE)
 
 
 def _shown(value: Any) -> str:
@@ -256,11 +258,11 @@ def judge(
             )
         return new_run(now), [f"goes on from {done[0]}" if done else f"a new run in {out}"]
     changed = differences(then, now)
-    if done and trains_others(then["flags"], now["flags"]):
+    if done and of_another_form(then["flags"], now["flags"]):
         listed = "\n".join(f"  {line}" for line in changed)
         raise ValueError(
-            f"{source} is of another run:\n{listed}\n{done[0].name} holds other parameters than those that "
-            "are trained now; set another OUT"
+            f"{source} is of another run:\n{listed}\n{done[0].name} holds other tensors than this run's "
+            "parameters and optimizer need; set another OUT"
         )
     begun = done is not None or (out / LOGS).exists()
     if changed and begun and not accept_changes:

@@ -97,11 +97,24 @@ def test_another_run_is_refused_with_what_differs(folder, begun):  # noqa: F811
         assert lines == [f"goes on from {begun}/checkpoint-2", *changed]
 
 
-@pytest.mark.parametrize("more", [("--use_peft", "true"), ("--freeze_vision_tower", "true")])
-def test_a_checkpoint_of_other_parameters_is_not_gone_on_from(folder, begun, more):  # noqa: F811
+@pytest.mark.parametrize(
+    "name, before, more",
+    [
+        ("use_peft", False, ("--use_peft", "true")),
+        ("freeze_vision_tower", False, ("--freeze_vision_tower", "true")),
+        ("optim", "sgd", ()), (run_identity.STAGE, 3, ()),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_other_tensors_is_not_gone_on_from(folder, begun, tmp_path, name, before, more):  # noqa: F811
     """Whatever is accepted: it holds no such weights, or no such optimizer."""
-    with pytest.raises(ValueError, match=f"{more[0]} False -> True\ncheckpoint-2 holds other parameters"):
-        judged(folder, begun, *more, "--accept_changes", "true")
+    out = tmp_path / "out"
+    shutil.copytree(begun, out)
+    identity = json.loads((out / "run.json").read_text())
+    identity["flags"][name] = before
+    (out / "run.json").write_text(json.dumps(identity))
+    message = rf"--{name} {before} -> [\w ]+\n(.*\n)*checkpoint-2 holds other tensors"
+    with pytest.raises(ValueError, match=message):
+        judged(folder, out, *more, "--accept_changes", "true")
 
 
 def test_another_reward_of_the_same_name_is_told_by_its_code(folder, begun, monkeypatch):  # noqa: F811
