@@ -269,8 +269,9 @@ def results_file(**changed) -> dict:
         numbers = {name: {"parsed_pct": 100.0, "mean_tokens": 9.0} for name in report.SETS}
         numbering = {"labels_right": 50.0, "chance": 30.0, "bound_of_correct": None}
         return {
-            "arm": arm, "seed": seed, "seconds": {"update": 10.0 + seed}, "curve": [{"step": 0, "score":
-            1.0}], "models": {"submission": {"rows": dict.fromkeys(report.SETS, bits), "numbers": numbers}},
+            "arm": arm, "kind": "grpo", "seed": seed, "seconds": {"update": 10.0 + seed, "updates": 50.0},
+            "curve": [{"step": 0, "score": 1.0}],
+            "models": {"submission": {"rows": dict.fromkeys(report.SETS, bits), "numbers": numbers}},
             "readouts": {
                 "kl": {"k3": 0.1, "far": 0.02}, "image": {"gap": 20.0},
                 "printed": {"right": 20.0, "both": 0.0, "chance": 20.0},
@@ -280,10 +281,15 @@ def results_file(**changed) -> dict:
 
     results = [result("a", seed, "0011") for seed in (0, 1)] + [result("b", seed, "0111") for seed in (0, 1)]
     results.append(result("base", 0, "0001"))
+    shown_to = result("s", 0, "0000") | {"kind": "sft", "steps": 7}
+    nothing = {"labels_right": None, "chance": None, "bound_of_correct": None}  # it writes no numerals
+    shown_to["readouts"] |= {"numbering test_val": nothing, "numbering test_ood": nothing}
+    results.append(shown_to)
     arms = {
         "a": {"what": "one", "flags": {}},
         "b": {"what": "other", "flags": {"beta": 0.5}},
         "c": {"what": "", "flags": {}},
+        "s": {"what": "shown how", "flags": {}},
     }
     made = {
         "commit": "c0ffee", "date": "2026-01-01", "machine": "a machine", "command": "run", "max_steps": 5,
@@ -303,6 +309,7 @@ def test_report(tmp_path):
     assert "| b | 2 | 75.0 | 75.0 | 75.0 | 75.0 | 75.0 | +25.0 | +25.0 to +25.0 |" in text
     assert "| base | 1 | 25.0 | 25.0 | 25.0 | 25.0 | 25.0 | -25.0 | -25.0 to -25.0 |" in text
     assert "| b | +25.0 (+25.0 to +25.0) |" in text
+    assert "Steps of SFT: s 7 in 50 s. The updates of a took 50, 50 s." in text
     assert "| c | 0 |" in text and "not run: c, seed 0" in text and "Commit c0ffee, 2026-01-01" in text
     assert "| b | 0.100 | 2.0 | 20.0 | 50.0 | 50.0 | – |" in text
     assert (tmp_path / "docs/evidence/mine_effects.png").stat().st_size > 5000

@@ -25,8 +25,9 @@ SETS = {"test_val": "val", "test_B": "B", "test_ood": "OOD"}
 INTRODUCTION = """# Evidence
 
 What each arm and each ingredient does to the demo's model: 1.4 million parameters, drawn pictures, {steps}
-updates. Every arm starts from the same base, sees the same rows in the same order, and differs in the named
-flags only (`methods/arms/run.py` refuses others). These figures tell which effects the code has; they say
+updates. Every arm of GRPO starts from the same base (or after SFT, where it says so), draws on the same rows
+with the same seeds, and differs in the named flags only (`methods/arms/run.py` refuses others); SFT takes 16
+rows a step, as many as an update has prompts. These figures tell which effects the code has; they say
 nothing about the size of such effects on Qwen2-VL-2B.
 
 Accuracy in percent, greedy, on {rows} rows of each set that nothing was chosen by. `submitted` is the policy
@@ -233,6 +234,21 @@ def cost(one: dict, results: dict) -> str:
     return f"Seconds an update as a multiple of {one['reference']}'s: {', '.join(lines)}." if lines else ""
 
 
+def budgets(one: dict, results: dict) -> str:
+    """Steps and seconds of SFT, and the reference's, seed by seed."""
+    lines = []
+    for arm in one["arms"]:
+        done = [results[arm, seed] for seed in seeds_of(results, arm)]
+        if done and done[0]["kind"] == "sft":
+            steps = ", ".join(f"{r['steps']} in {r['seconds']['updates']:.0f} s" for r in done)
+            lines.append(f"{arm} {steps}")
+    if not lines:
+        return ""
+    reference = one["reference"]
+    took = [f"{results[reference, seed]['seconds']['updates']:.0f}" for seed in seeds_of(results, reference)]
+    return f"Steps of SFT: {'; '.join(lines)}. The updates of {reference} took {', '.join(took)} s."
+
+
 # --- the page
 
 
@@ -244,7 +260,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
     tested = {len(bits) for r in results.values() for bits in r["models"]["submission"]["rows"].values()}
     parts = [INTRODUCTION.format(steps=data["max_steps"], rows=" or ".join(map(str, sorted(tested))))]
     chances = {
-        part: np.mean([r["readouts"][part]["chance"] for r in results.values()])
+        part: np.mean([c for r in results.values() if (c := r["readouts"][part]["chance"]) is not None] or 0)
         for part in ("printed", "numbering test_val", "numbering test_ood")
     }
     for number, one in enumerate(data["sets"]):
@@ -257,7 +273,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
         parts += [f"![{title}: {about}]({pictures.name}/{file.name})" for about, file in drawn]
         if number == 0:
             parts.append(READOUTS.format(*chances.values()))
-        parts += [readouts(one, results), cost(one, results)]
+        parts += [readouts(one, results), cost(one, results), budgets(one, results)]
     parts.append(f"## How it was made\n\n{provenance(data['files'])}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
