@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -299,16 +300,30 @@ def results_file(**changed) -> dict:
     return made | changed
 
 
+def test_a_set_is_compared_within_the_files_that_name_it():
+    """Validated more often, say, the reference of another file is another."""
+    other = results_file()
+    other["sets"][0]["name"] = "another"
+    for result in other["results"]:
+        result["models"]["submission"]["rows"] = dict.fromkeys(report.SETS, "1111")
+    mine, another = report.merge([results_file(), other])["sets"]
+    assert "| a | 2 | 50.0 |" in report.effects(mine, mine["results"])
+    assert "| a | 2 | 100.0 |" in report.effects(another, another["results"])
+
+
 def test_report(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results_file()))
     command = [sys.executable, report.__file__, path, "--out", tmp_path / "docs"]
+    (tmp_path / "docs/evidence").mkdir(parents=True)
+    (tmp_path / "docs/evidence/findings.md").write_text("b is better.\n")
     subprocess.run(command, check=True, timeout=120)
     text = (tmp_path / "docs/evidence.md").read_text()
     assert "| a | 2 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | reference |" in text
     assert "| b | 2 | 75.0 | 75.0 | 75.0 | 75.0 | 75.0 | +25.0 | +25.0 to +25.0 |" in text
     assert "| base | 1 | 25.0 | 25.0 | 25.0 | 25.0 | 25.0 | -25.0 | -25.0 to -25.0 |" in text
     assert "| b | +25.0 (+25.0 to +25.0) |" in text
+    assert "\n\n## Findings\n\nb is better.\n\n## Mine\n" in text
     assert "Steps of SFT: s 7 in 50 s. The updates of a took 50, 50 s." in text
     assert "| c | 0 |" in text and "not run: c, seed 0" in text and "Commit c0ffee, 2026-01-01" in text
     assert "| b | 0.100 | 2.0 | 20.0 | 50.0 | 50.0 | – |" in text
@@ -400,5 +415,5 @@ def test_the_probe_tells_binding_from_a_liking(tmp_path):
 @pytest.mark.parametrize("page", sorted(report.DOCS.glob("evidence.md")))
 def test_the_evidence_is_what_the_json_files_say(page, tmp_path):
     files = [json.loads(path.read_text()) for path in sorted((report.DOCS / "evidence").glob("*.json"))]
-    (tmp_path / "evidence").mkdir()
+    shutil.copytree(report.DOCS / "evidence", tmp_path / "evidence")
     assert page.read_text() == report.page(report.merge(files), tmp_path / "evidence")

@@ -2,6 +2,8 @@
 
 python methods/arms/report.py                            from docs/evidence/*.json
 python methods/arms/report.py RESULTS.json… --out DIR    DIR/evidence.md and DIR/evidence/*.png
+
+What somebody has concluded from the tables stands in DIR/evidence/findings.md, and goes into the page.
 """
 
 import argparse
@@ -67,15 +69,19 @@ def read(paths: Collection[Path]) -> list[dict[str, Any]]:
 
 
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results of several runs as one; of an arm with a seed that is in two, the later counts."""
+    """The results of several runs as one. A set is compared within the files that name it; of an arm with a
+    seed that is in two of them, the later counts."""
     steps = {file["max_steps"] for file in files}
     if len(steps) > 1:
         raise SystemExit(f"report.py: runs of {sorted(steps)} updates cannot stand in one table")
     sets: dict[str, dict] = {}
     for file in files:
         for one in file["sets"]:
-            known = sets.setdefault(one["name"], one | {"arms": {}})
+            known = sets.setdefault(one["name"], one | {"arms": {}, "results": {}})
             known["arms"] |= one["arms"]
+            known["results"] |= {
+                (r["arm"], r["seed"]): r for r in file["results"] if r["arm"] in ("base", *one["arms"])
+            }
     results = {(r["arm"], r["seed"]): r for file in files for r in file["results"]}
     return {"sets": list(sets.values()), "results": results, "max_steps": steps.pop(), "files": files}
 
@@ -259,11 +265,14 @@ def page(data: dict[str, Any], pictures: Path) -> str:
         raise SystemExit(f"report.py: results on {sorted(rows)} rows of {', '.join(SETS)} cannot be compared")
     tested = {len(bits) for r in results.values() for bits in r["models"]["submission"]["rows"].values()}
     parts = [INTRODUCTION.format(steps=data["max_steps"], rows=" or ".join(map(str, sorted(tested))))]
+    if (findings := pictures / "findings.md").exists():
+        parts.append(f"## Findings\n\n{findings.read_text().strip()}")
     chances = {
         part: np.mean([c for r in results.values() if (c := r["readouts"][part]["chance"]) is not None] or 0)
         for part in ("printed", "numbering test_val", "numbering test_ood")
     }
     for number, one in enumerate(data["sets"]):
+        results = one["results"]
         title = one["name"].replace("_", " ").capitalize()
         what = [f"- `{name}`: {arm['what']}" + flags_shown(arm["flags"]) for name, arm in one["arms"].items()]
         parts += [f"## {title}", "\n".join(what), effects(one, results), by_set(one, results)]
