@@ -4,8 +4,8 @@ import argparse
 import json
 import math
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import time
