@@ -311,6 +311,17 @@ def test_a_set_is_compared_within_the_files_that_name_it():
     assert "| a | 2 | 100.0 |" in report.effects(another, another["results"])
 
 
+def test_what_comes_after_the_same_sft_is_compared():
+    made = results_file()
+    for result in made["results"]:
+        kind = {"a": {"kind": "sft"}, "b": {}}.get(result["arm"])
+        result |= {} if kind is None else {"after": "s"} | kind
+    (mine,) = report.merge([made])["sets"]
+    text = report.after_the_same(mine, mine["results"])
+    assert "| b, last | a | +25.0 (+25.0 to +25.0) |" in text
+    assert text.count("| b, ") == 2 and "| a, " not in text
+
+
 def test_report(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results_file()))

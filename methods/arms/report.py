@@ -7,6 +7,7 @@ What somebody has concluded from the tables stands in DIR/evidence/findings.md, 
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Collection
@@ -102,15 +103,15 @@ def seeds_of(results: dict, arm: str) -> list[int]:
 
 
 def against(
-    results: dict, arm: str, reference: str, sets: Collection[str] = tuple(SETS)
+    results: dict, arm: str, reference: str, sets: Collection[str] = tuple(SETS), model: str = "submission"
 ) -> Comparison | None:
-    """What is submitted of an arm against the reference's, over the seeds that both have; the base stands
-    against each. None where there is nothing to compare."""
+    """What is submitted of an arm (or its last model) against the reference's, over the seeds that both have;
+    the base stands against each. None where there is nothing to compare."""
     seeds = set(seeds_of(results, reference))
     seeds &= seeds if arm == "base" and seeds_of(results, "base") else set(seeds_of(results, arm))
     if not seeds or arm == reference:
         return None
-    sides = [correct(results, name, sorted(seeds), "submission") for name in (arm, reference)]
+    sides = [correct(results, name, sorted(seeds), model) for name in (arm, reference)]
     return compare(*({name: side[name] for name in sets} for side in sides))
 
 
@@ -166,6 +167,21 @@ def by_set(one: dict, results: dict) -> str:
         if all(found):
             rows.append([arm, *(f"{c.effect:+.1f} ({span(c.seeds)})" for c in found)])
     return table(["effect", *SETS.values()], rows) if rows else ""
+
+
+def after_the_same(one: dict, results: dict) -> str:
+    """Arms of GRPO against those of SFT that start from the same model and take as long as the reference."""
+    of = {arm: results[arm, seeds[0]] for arm in one["arms"] if (seeds := seeds_of(results, arm))}
+    rows = []
+    for arm, control in itertools.permutations(of, 2):
+        kinds, starts = [(of[a]["kind"], of[a].get("after")) for a in (arm, control)], of[arm].get("after")
+        if starts and kinds == [("grpo", starts), ("sft", starts)]:
+            for model in ("submission", "last"):
+                found = [against(results, arm, control, [name], model) for name in SETS]
+                both = against(results, arm, control, model=model)
+                cells = [f"{c.effect:+.1f} ({span(c.seeds)})" for c in (*found, both)]
+                rows.append([f"{arm}, {'submitted' if model == 'submission' else model}", control, *cells])
+    return table(["after the same SFT", "against", *SETS.values(), "effect"], rows) if rows else ""
 
 
 def in_recipe(arm: dict) -> str:
@@ -276,6 +292,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
         title = one["name"].replace("_", " ").capitalize()
         what = [f"- `{name}`: {arm['what']}" + flags_shown(arm["flags"]) for name, arm in one["arms"].items()]
         parts += [f"## {title}", "\n".join(what), effects(one, results), by_set(one, results)]
+        parts.append(after_the_same(one, results))
         drawn = plots.draw_set(
             one, results, {a: against(results, a, one["reference"]) for a in one["arms"]}, pictures
         )
