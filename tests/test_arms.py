@@ -322,6 +322,22 @@ def test_what_comes_after_the_same_sft_is_compared():
     assert text.count("| b, ") == 2 and "| a, " not in text
 
 
+def test_the_gate():
+    """What each level would have let through, and what that gains over the model that a run began from."""
+    made = results_file()
+    for result in made["results"]:
+        if result["arm"] in "ab":
+            sure = {"a": 0.85, "b": 0.95}[result["arm"]]
+            result["curve"].append({"step": 5, "score": 2.0, "confidence": sure})
+            result |= {"command": ["--eval_limit", "20"], "max_steps": 5}
+    text = report.gate(report.merge([made])["results"])
+    assert "Had each of\nthe 4 runs above offered its last model alone, on 20 rows" in text
+    assert "| 0.8 | 4 | +37.50 | 0 | +25.0 | 0 (-0.00) |" in text  # two of +25, two of +50
+    assert "| 0.9 | 2 | +25.00 | 0 | +50.0 | 2 (-12.50) |" in text
+    assert "| 0.99 | 0 | +0.00 | 0 | – | 4 (-37.50) |" in text
+    assert report.gate(report.merge([results_file()])["results"]) == ""
+
+
 def test_report(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results_file()))

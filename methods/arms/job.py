@@ -98,8 +98,10 @@ def history(run: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "logs.jsonl").open()]
     updates = [line for line in lines if "reward" in line]
     steps = [line["time/step_s"] for line in updates]
+    validated = map(json.loads, (run / "validation.jsonl").open())
+    sure = {line["step"]: line["confidence"] for line in validated if line["name"].startswith("update")}
     curve = [
-        {"step": line["step"], "score": line["eval_score"]}
+        {"step": line["step"], "score": line["eval_score"], "confidence": sure.get(line["step"])}
         | {key.removeprefix("eval_"): value for key, value in line.items() if key.endswith(VALIDATED)}
         for line in lines
         if "eval_score" in line

@@ -271,6 +271,42 @@ def budgets(one: dict, results: dict) -> str:
     return f"Steps of SFT: {'; '.join(lines)}. The updates of {reference} took {', '.join(took)} s."
 
 
+# --- the gate
+
+LEVELS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # of --select_level
+GATE = """\
+`--select_level` asks how sure validation is that a model beats the one that its run began from. Had each of
+the {runs} runs above offered its last model alone, on {rows}: what would have been submitted, and what that
+gains on the test rows (mean over the three sets and over runs; 0 where the gate keeps what there was)."""
+
+
+def gate(results: dict) -> str:
+    """For each level, what it lets through and what that gains."""
+    found, validated = [], set()
+    for (arm, seed), run in results.items():
+        sure = run["curve"][-1].get("confidence") if run.get("curve") else None
+        if sure is None or run["curve"][-1]["step"] < run["max_steps"]:
+            continue
+        start = (run["after"], seed) if run.get("after") else ("base", 0)
+        last, before = (correct(results, *one, "last") for one in ((arm, [seed]), (start[0], [start[1]])))
+        gain = 100 * np.mean([last[name].mean() - before[name].mean() for name in SETS])
+        found.append((sure, gain))
+        validated.add(plan.given(run["command"], "eval_limit"))
+    if not found:
+        return ""
+    rows = []
+    for level in LEVELS:
+        through = [gain for sure, gain in found if sure >= level]
+        cells = [f"{sum(through) / len(found):+.2f}", str(sum(gain < 0 for gain in through))]
+        cells += [f"{min(through):+.1f}" if through else "–"]
+        kept = [gain for sure, gain in found if sure < level and gain > 0]
+        rows.append([f"{level:g}", str(len(through)), *cells, f"{len(kept)} (-{sum(kept) / len(found):.2f})"])
+    header = ["level", "submitted", "mean gain", "of these worse", "the worst", "better ones kept back"]
+    limits = " or ".join(map(str, sorted(validated)))
+    text = GATE.format(runs=len(found), rows=f"{limits} rows of each validation set")
+    return f"## The gate\n\n{text}\n\n{table(header, rows)}"
+
+
 # --- the page
 
 
@@ -300,6 +336,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
         if number == 0:
             parts.append(READOUTS.format(*chances.values()))
         parts += [readouts(one, results), cost(one, results), budgets(one, results)]
+    parts.append(gate(data["results"]))
     parts.append(f"## How it was made\n\n{provenance(data['files'])}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
