@@ -27,8 +27,8 @@ def test_tables_and_plot(tmp_path, monkeypatch):
     results = [result(arm, seed, 10.0 + seed) for arm in ("main", "rent", "rent_kl") for seed in (0, 1)]
     untrained = {"submission": result("base", 0, last=0.0)["models"]["last"]}
     results.append({"arm": "base", "seed": 0, "models": untrained})
-    made = {"sets": [], "results": results, "max_steps": 15, "commit": "abc", "date": "today"}
-    made |= {"machine": "two cores", "command": "run.py"}
+    made = {"sets": [{"name": "label_free", "arms": {}}], "results": results, "max_steps": 15}
+    made |= {"commit": "abc", "date": "today", "machine": "two cores", "command": "run.py"}
     (tmp_path / "results.json").write_text(json.dumps(made))
     (tmp_path / "rent").mkdir()
     readme = tmp_path / "rent/README.md"

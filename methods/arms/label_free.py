@@ -1,7 +1,7 @@
 """What rewards without labels do to a policy: a plot, and the tables of methods/{ttrl,intuitor,rent}.
 
 python methods/arms/run.py --arms label_free --jobs 16 --eval_steps 10 --machine "16 CPU cores"
-python methods/arms/label_free.py [RESULTS.json]        default: docs/evidence/label_free.json
+python methods/arms/label_free.py [RESULTS.json…]       default: docs/evidence/*.json
 """
 
 import argparse
@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 
 from methods.arms import report
 
-METHODS = ("ttrl", "intuitor", "rent")
+SET, METHODS = "label_free", ("ttrl", "intuitor", "rent")
 FOLDER = ROOT / "docs/evidence"
 ROWS = {  # what a row of the plot shows: (key in the log, None for validation; factor, label)
     "validation score, %": (None, 1),
@@ -115,10 +115,10 @@ def cost_line(results: dict, method: str) -> str:
     return f"An update takes {sum(ratios) / len(ratios):.2f} times main's on the demo." if ratios else ""
 
 
-def readme_part(data: dict[str, Any], method: str) -> str:
-    results, file = data["results"], data["files"][-1]
+def readme_part(results: dict, file: dict[str, Any], method: str) -> str:
+    """`file` is what the results stand in."""
     about = (
-        f"On [the demo](../demo/README.md), {data['max_steps']} updates from one base, with no watch to end "
+        f"On [the demo](../demo/README.md), {file['max_steps']} updates from one base, with no watch to end "
         "them. `base`, `kept` and `last` are accuracies in percent, means over the sets that chose nothing: "
         "of the base, of the policy that validation kept, and of the one after the last update. `_kl` has "
         "`--beta 0.01`; `main` is rewarded by the true counts."
@@ -135,18 +135,20 @@ def write_readme(path: Path, made: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="*", default=[FOLDER / "label_free.json"])
+    parser.add_argument("results", type=Path, nargs="*", help="what run.py wrote (docs/evidence/*.json)")
     parser.add_argument("--readmes", type=Path, default=ROOT / "methods", help="folder of the methods")
     parser.add_argument("--picture", type=Path, default=FOLDER / "label_free_collapse.png")
     args = parser.parse_args()
-    data = report.merge(report.read(args.results))
-    found = [method for method in METHODS if report.seeds_of(data["results"], method)]
-    if not found or ("base", 0) not in data["results"]:
-        sys.exit(f"label_free.py: there are no results of base and of one of {', '.join(METHODS)}")
+    files = report.read(args.results or sorted(FOLDER.glob("*.json")))
+    files = [file for file in files if any(one["name"] == SET for one in file["sets"])]
+    results = report.merge(files)["results"] if files else {}
+    found = [method for method in METHODS if report.seeds_of(results, method)]
+    if not found or ("base", 0) not in results:
+        sys.exit(f"label_free.py: there are no results of base and of one of {', '.join(METHODS)} in {SET}")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(data["results"], args.picture)
+    draw(results, args.picture)
     for method in found:
-        write_readme(args.readmes / method / "README.md", readme_part(data, method))
+        write_readme(args.readmes / method / "README.md", readme_part(results, files[-1], method))
     print(f"{args.picture} and the README.md of {', '.join(found)} in {args.readmes} are written")
 
 
