@@ -25,6 +25,8 @@ def result(arm: str, seed: int, last: float) -> dict:
 
 def test_tables_and_plot(tmp_path, monkeypatch):
     results = [result(arm, seed, 10.0 + seed) for arm in ("main", "rent", "rent_kl") for seed in (0, 1)]
+    after = result("sft_then_rent", 1, 12.0) | {"after": "sft"}
+    results += [after, result("sft", 1, 0.0)]
     untrained = {"submission": result("base", 0, last=0.0)["models"]["last"]}
     results.append({"arm": "base", "seed": 0, "models": untrained})
     made = {"sets": [{"name": "label_free", "arms": {}}], "results": results, "max_steps": 15}
@@ -33,11 +35,13 @@ def test_tables_and_plot(tmp_path, monkeypatch):
     (tmp_path / "rent").mkdir()
     readme = tmp_path / "rent/README.md"
     readme.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    words = [tmp_path / "results.json", "--readmes", tmp_path, "--picture", tmp_path / "made.png"]
+    words = [tmp_path / "results.json", "--readmes", tmp_path, "--pictures", tmp_path]
     monkeypatch.setattr(sys, "argv", ["label_free.py", *map(str, words)])
     label_free.main()
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| rent | 1 | 0.0 | 48.0 | 5 | 11.0 | 10 | 10 % | 30 % to 30 % | 0.50 to 1.50 |" in text
     assert "An update takes 2.00 times main's" in text
-    assert (tmp_path / "made.png").stat().st_size > 10_000
+    assert "| sft_then_rent | 1 | 48.0 | 48.0 | 5 | 12.0 | 10 |" in text  # from what was submitted of sft
+    for name in label_free.PICTURES.values():
+        assert (tmp_path / name).stat().st_size > 10_000

@@ -21,7 +21,9 @@ from matplotlib import pyplot as plt
 from methods.arms import report
 
 SET, METHODS = "label_free", ("ttrl", "intuitor", "rent")
+AFTER = "sft_then_"
 FOLDER = ROOT / "docs/evidence"
+PICTURES = {"": "label_free.png", AFTER: "label_free_after_sft.png"}  # by the beginning of the arms' names
 ROWS = {  # what a row of the plot shows: (key in the log, None for validation; factor, label)
     "validation score, %": (None, 1),
     "right in rollouts, %": ("completions/correct", 100),
@@ -40,13 +42,21 @@ def collapse_step(result: dict[str, Any]) -> int | None:
     return next((line["step"] for line in result["log"] if line.get("collapse")), None)
 
 
-# --- the plot
+# --- the plots
 
 
-def draw(results: dict, picture: Path) -> None:
+def columns(results: dict) -> dict[str, list[str]]:
+    """The arms of each picture that there are results of."""
+    found = {
+        name: [prefix + arm for arm in ("main", *METHODS) if report.seeds_of(results, prefix + arm)]
+        for prefix, name in PICTURES.items()
+    }
+    return {name: arms for name, arms in found.items() if arms}
+
+
+def draw(results: dict, arms: list[str], picture: Path) -> None:
     """A column for each arm, a line for each seed; a dot where the kept policy was validated, a dashed line
     where --collapse_watch would have ended the run."""
-    arms = [arm for arm in ("main", *METHODS) if report.seeds_of(results, arm)]
     figure, axes = plt.subplots(
         len(ROWS), len(arms), figsize=(3 * len(arms), 2 * len(ROWS)), sharex=True, squeeze=False,
         layout="constrained",
@@ -83,15 +93,16 @@ def draw_line(axis, result: dict[str, Any], key: str | None, factor: float) -> N
 
 
 def method_table(results: dict, method: str) -> str:
-    """A line for each seed, without and with the KL term, and main's for comparison."""
+    """A line for each seed: without and with the KL term, main's for comparison, and both after SFT."""
     header = ["arm", "seed", "base", "kept", "at update", "last", "watch ends it at", "readable, last",
               "right in rollouts, first to last", "reward, first to last"]  # fmt: skip
     rows = []
-    for arm in (method, f"{method}_kl", "main"):
+    for arm in (method, f"{method}_kl", "main", AFTER + method, AFTER + "main"):
         for result in arm_results(results, arm):
             log, step = result["log"], collapse_step(result)
             kept, last = (mean_accuracy(result, name) for name in ("submission", "last"))
-            base = mean_accuracy(results["base", 0], "submission")
+            start = (result["after"], result["seed"]) if "after" in result else ("base", 0)
+            base = mean_accuracy(results[start], "submission")
             rows.append([
                 arm, str(result["seed"]), f"{base:.1f}", f"{kept:.1f}", str(result["submitted_step"]),
                 f"{last:.1f}", str(step) if step else "–", f"{100 * log[-1]['completions/parsed']:.0f} %",
@@ -121,11 +132,15 @@ def readme_part(results: dict, file: dict[str, Any], method: str) -> str:
         f"On [the demo](../demo/README.md), {file['max_steps']} updates from one base, with no watch to end "
         "them. `base`, `kept` and `last` are accuracies in percent, means over the sets that chose nothing: "
         "of the base, of the policy that validation kept, and of the one after the last update. `_kl` has "
-        "`--beta 0.01`; `main` is rewarded by the true counts."
+        "`--beta 0.01`; `main` is rewarded by the true counts; `sft_then_` begins from what SFT on "
+        "written-out counting has made of the base."
     )
     made = f"Commit {file['commit']}, {file['date']}, {file['machine']}: `{file['command']}`."
-    picture = "![What the rewards do while training](../../docs/evidence/label_free_collapse.png)"
-    return "\n\n".join([about, method_table(results, method), cost_line(results, method), picture, made])
+    pictures = [
+        f"![What {', '.join(arms)} do while training](../../docs/evidence/{name})"
+        for name, arms in columns(results).items()
+    ]
+    return "\n\n".join([about, method_table(results, method), cost_line(results, method), *pictures, made])
 
 
 def write_readme(path: Path, made: str) -> None:
@@ -137,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="*", help="what run.py wrote (docs/evidence/*.json)")
     parser.add_argument("--readmes", type=Path, default=ROOT / "methods", help="folder of the methods")
-    parser.add_argument("--picture", type=Path, default=FOLDER / "label_free_collapse.png")
+    parser.add_argument("--pictures", type=Path, default=FOLDER, help="folder of the plots")
     args = parser.parse_args()
     files = report.read(args.results or sorted(FOLDER.glob("*.json")))
     files = [file for file in files if any(one["name"] == SET for one in file["sets"])]
@@ -145,11 +160,12 @@ def main() -> None:
     found = [method for method in METHODS if report.seeds_of(results, method)]
     if not found or ("base", 0) not in results:
         sys.exit(f"label_free.py: there are no results of base and of one of {', '.join(METHODS)} in {SET}")
-    args.picture.parent.mkdir(parents=True, exist_ok=True)
-    draw(results, args.picture)
+    args.pictures.mkdir(parents=True, exist_ok=True)
+    for name, arms in columns(results).items():
+        draw(results, arms, args.pictures / name)
     for method in found:
         write_readme(args.readmes / method / "README.md", readme_part(results, files[-1], method))
-    print(f"{args.picture} and the README.md of {', '.join(found)} in {args.readmes} are written")
+    print(f"The plots in {args.pictures} and README.md of {', '.join(found)} in {args.readmes} are written")
 
 
 if __name__ == "__main__":
