@@ -31,8 +31,8 @@ def most_informative(rewards: Tensor, places: Sequence[int], count: int) -> list
     variance = torch.where(known, rewards - means, 0.0).square().sum(1) / known.sum(1).clamp(min=1)  # [R]
     variance = variance.masked_fill(equal_rewards(rewards), 0.0)
     variance = variance.nan_to_num(torch.inf)  # of infinite rewards: they are to be found, not passed over
-    # Three of eight and five of eight vary alike, but for the last digits.
-    ranked = sorted(range(len(rewards)), key=lambda i: (-round(float(variance[i]), 6), places[i]))
+    # Three of eight and five of eight vary alike, but for the last digits; and rewards may be small numbers.
+    ranked = sorted(range(len(rewards)), key=lambda i: (-float(f"{variance[i]:.4g}"), places[i]))
     return sorted(ranked[:count], key=lambda i: places[i])
 
 

@@ -137,6 +137,7 @@ def test_the_groups_that_vary_most_are_kept_in_their_order():
     assert most_informative(rewards, range(7), 2) == [1, 6]
     assert most_informative(rewards, [6, 5, 4, 3, 2, 1, 0], 2) == [6, 4]  # the first place wins
     assert most_informative(rewards, range(7), 5) == [0, 1, 3, 4, 6]  # filled up in order
+    assert most_informative(1e-4 * rewards, range(7), 3) == [1, 4, 6]  # however small they are
     rewards[2] = torch.tensor([torch.nan] * 7 + [1.0])
     rewards[0, 0] = torch.inf
     assert most_informative(rewards, range(7), 2) == [0, 6]
