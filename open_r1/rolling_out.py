@@ -49,14 +49,18 @@ class Drawn:
 
 
 class RollsOut:
-    """A part of the Trainer. `base` is the folder of the model to be beaten, in a further round too."""
+    """A part of the Trainer. `base` is the folder of the model to be beaten, in a further round too;
+    `failures_before` are the rewards' failures before the newest rollout, by its number: one that is given up
+    is made again by the run that goes on, and counts again."""
 
     base: Path | None = None
+    failures_before: dict[int, dict[str, int]] = {}
 
     def roll_out(self, number: int, prompts: list[Prompt]) -> list[TrainingRow]:
         """One rollout: completions, rewards and advantages over all ranks, and this rank's rows of it."""
         started = time.perf_counter()
         args, names = self.args, [reward.name for reward in self.rewards.rewards]
+        self.failures_before = {number: dict(self.rewards.failures)}
         self.refresh()
         places = prompt_places(args, args.prompts_drawn)[self.own_slice(len(prompts))]
         drawn = self.draw(number, prompts, places)

@@ -206,6 +206,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         submission."""
         self.refresh()
         summaries = self.validate()
+        once_more = self.validated_at == self.state.global_step
         self.validated_at, self.validate_again = self.state.global_step, False
         score = validation.score(summaries.values())
         logs = {
@@ -216,7 +217,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         logs["eval_score"] = score
         self.log(dict(logs))
         better = self.offer(score, summaries)
-        self.run_control.stale = 0 if better else self.run_control.stale + 1
+        self.run_control.stale = 0 if better else self.run_control.stale + (not once_more)
         error = difference_error(summary["total"] for summary in summaries.values())
         self.collapse_watch.add_score(self.state.global_step, score, error)
         self.look_for_collapse()
@@ -253,11 +254,13 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         return better
 
     def validation_is_due(self, info: dict | None = None) -> bool:
-        """Whether the validation of this update, or of a checkpoint's, was interrupted."""
+        """Whether the validation of this update, or of a checkpoint's, was interrupted. They are planned as in
+        transformers' DefaultFlowCallback, which validates the last update in any case."""
         args, step, validated_at = self.args, self.state.global_step, self.validated_at
         if info:
             step, validated_at = info["step"], info["validated_at"]
-        planned = args.eval_strategy != "no" and step > 0 and step % args.eval_steps == 0
+        planned = step % args.eval_steps == 0 or step == args.max_steps
+        planned &= args.eval_strategy != "no" and step > 0 and step >= args.eval_delay
         return self.validate_again or (planned and step != validated_at)
 
     def at_rollout_boundary(self) -> bool:
@@ -306,11 +309,12 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
 
     def checkpoint_info(self) -> dict:
         """What the marker of a checkpoint keeps."""
+        next_rollout = self.state.global_step // self.args.updates_per_rollout
         return self.run_control.state() | {
             "validated_at": self.validated_at,
             "best_score": self.best_score,
             "chosen_score": self.keep_best.chosen_score if self.keep_best else -1.0,
-            "reward_failures": self.rewards.failures,
+            "reward_failures": self.failures_before.get(next_rollout, self.rewards.failures),
             "not_finite": self.finite.state(),
             **self.row_sampler.state(),
             "collapse_watch": self.collapse_watch.state(),

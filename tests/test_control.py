@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from open_r1.callbacks import hours_plan
 from open_r1.check_args import check_args
 from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
+from open_r1.rewards import RewardCaller
 from open_r1.rollout import FastEngine
 from open_r1.status import ending, write_status
 from open_r1.submission import read_record
@@ -178,10 +180,23 @@ def _recorded(method):
 # --- signals ------------------------------------------------------------------------------------------------
 
 
+def fail_in_each_rollout(patch: pytest.MonkeyPatch) -> None:
+    """As if a reward had failed: it is counted once a rollout, however often that is made."""
+    settle = RewardCaller.settle
+
+    def counted(self, *args):
+        self.failures["accuracy"] += 1
+        return settle(self, *args)
+
+    patch.setattr(RewardCaller, "settle", counted)
+
+
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):  # noqa: F811
     out = tmp_path_factory.mktemp("whole")
-    return out, run(folder, out, *STOPPED)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_in_each_rollout(patch)
+        return out, run(folder, out, *STOPPED)
 
 
 STOPPED = ("--steps_per_generation", 4, "--gradient_accumulation_steps", 2, "--max_steps", 6)
@@ -199,6 +214,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(place, whole, folder, tmp_path, monkeypatch):  # noqa: F811
     owner, method, call, saved = PLACES[place]
+    fail_in_each_rollout(monkeypatch)
     with monkeypatch.context() as patch:
         calls = at_call(patch, owner, method, call, send(signal.SIGUSR1))
         with pytest.raises(StopRun, match="SIGUSR1") as stop:
@@ -215,10 +231,10 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(place, whole, folder, tmp
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
-@pytest.mark.parametrize("steps", [2, 4])
-def test_a_validation_that_was_stopped_is_made_after_the_resume(folder, tmp_path, monkeypatch, steps):  # noqa: F811
-    """In the middle of a run, and after its last update."""
-    more = ("--val_dataset", folder / "val", "--eval_strategy", "steps", "--eval_steps", 2)
+@pytest.mark.parametrize("steps, every", [(4, 2), (2, 5)])
+def test_a_validation_that_was_stopped_is_made_after_the_resume(folder, tmp_path, monkeypatch, steps, every):  # noqa: F811
+    """In the middle of a run, and after its last update, which is always validated."""
+    more = ("--val_dataset", folder / "val", "--eval_strategy", "steps", "--eval_steps", every)
     more += ("--max_steps", steps, "--save_steps", 100)
     with monkeypatch.context() as patch:
         original = validation.evaluate
@@ -230,6 +246,17 @@ def test_a_validation_that_was_stopped_is_made_after_the_resume(folder, tmp_path
     run(folder, tmp_path, *more)
     logs = lines(tmp_path / "logs.jsonl")
     assert [log["step"] for log in logs if "eval_score" in log] == [2, 4][: steps // 2]
+
+
+def test_validations_are_due_where_they_are_planned():
+    args = SimpleNamespace(eval_strategy="steps", eval_steps=5, eval_delay=10, max_steps=22)
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=0), validated_at=0)
+    trainer.validate_again = False
+    due = [
+        step for step in range(24)
+        if Qwen2VLGRPOTrainer.validation_is_due(trainer, {"step": step, "validated_at": 0})
+    ]  # fmt: skip
+    assert due == [10, 15, 20, 22]
 
 
 # --- what train.sh makes of it ------------------------------------------------------------------------------

@@ -306,6 +306,7 @@ def test_a_submission_that_is_gone_comes_back(folder, tmp_path, monkeypatch):
     for _ in range(2):  # and then it is not validated again
         trainer = run(folder, tmp_path / "out", *flags)
         assert trainer.keep_best.best_score == 40.0 and read_record(submission)["step"] == 2
+        assert trainer.run_control.stale == 0  # it was counted before
         assert {file.name: file.read_bytes() for file in submission.glob("*.safetensors")} == weights
 
 
