@@ -254,8 +254,8 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         return better
 
     def validation_is_due(self, info: dict | None = None) -> bool:
-        """Whether the validation of this update, or of a checkpoint's, was interrupted. They are planned as in
-        transformers' DefaultFlowCallback, which validates the last update in any case."""
+        """Whether the validation of this update, or of a checkpoint's, was interrupted. Planned is what
+        transformers' DefaultFlowCallback plans, the last update's in any case."""
         args, step, validated_at = self.args, self.state.global_step, self.validated_at
         if info:
             step, validated_at = info["step"], info["validated_at"]
