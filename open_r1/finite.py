@@ -44,10 +44,10 @@ class FiniteWatch:
             return False
         found = found or self._sentence("gradient", update, rows)
         self._stop_if_asked(found)
+        if self.in_a_row == self.args.max_nonfinite:  # not counted: who goes on makes this update again
+            raise StopRun("not finite", f"{found} {self.in_a_row + 1} updates in a row were not.", NOT_FINITE)
         self.in_a_row += 1
         self.dropped += 1
-        if self.in_a_row > self.args.max_nonfinite:
-            raise StopRun("not finite", f"{found} {self.in_a_row} updates in a row were not.", NOT_FINITE)
         if self.args.process_index == 0:
             print(f"{found} This update is dropped.", flush=True)
         return True

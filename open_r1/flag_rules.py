@@ -197,6 +197,10 @@ def rules(recipe: "RecipeArguments", args: "GRPOArguments") -> list[tuple[bool, 
             "epsilon and 1 + epsilon_high; set 0 or more, --epsilon below 1",
         ),
         (
+            args.use_bias_correction_kl and not args.beta,
+            "--use_bias_correction_kl true without a KL term: set --beta above 0, or leave it out",
+        ),
+        (
             args.scale_rewards not in SCALES,
             f"--scale_rewards {args.scale_rewards}: set one of {', '.join(SCALES)}",
         ),

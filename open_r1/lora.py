@@ -44,6 +44,10 @@ def rules(model: "ModelArguments") -> Iterator[tuple[bool, str]]:
         of_vision and not model.lora_vision,
         f"{given}: {' '.join(VISION)} are of the vision tower; set --lora_vision true too",
     )
+    yield (
+        model.lora_vision and bool(asked) and not of_vision,
+        f"--lora_vision true with {given}: no layer of the vision tower; add some of {' '.join(VISION)}",
+    )
     yield model.lora_r < 1, f"--lora_r {model.lora_r}: set 1 or more"
     yield not model.lora_alpha > 0, f"--lora_alpha {model.lora_alpha}: set it above 0"
     yield (

@@ -317,7 +317,8 @@ def check_updates(run: Run) -> Found:
     if not run.is_main:
         return [], []
     if args.max_steps <= 0:
-        rollouts = -(-int(len(run.rows) * args.num_train_epochs) // args.prompts_drawn)
+        prompts = max(1, int(len(run.rows) * args.num_train_epochs))
+        rollouts = -(-prompts // args.prompts_drawn)
         args.max_steps = rollouts * args.updates_per_rollout
     epochs = args.max_steps / args.updates_per_rollout * args.prompts_drawn / len(run.rows)
     processes = number_of(args.processes, "process")

@@ -1,6 +1,7 @@
 """What is not finite, loss, gradient or reward, stops the run before weights change, or drops the update."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from open_r1 import grpo
 from open_r1 import trainer as module
 from open_r1.checkpoint import load_policy
 from open_r1.complete import complete_marker
-from open_r1.control import StopRun
+from open_r1.control import RunControl, StopRun
+from open_r1.finite import FiniteWatch
 from open_r1.grpo import reward_funcs_registry
 from tests.test_grpo import folder, lines, run  # noqa: F401 (a fixture)
 
@@ -116,3 +118,13 @@ def test_at_most_so_many_in_a_row_are_dropped(folder, tmp_path, monkeypatch, cap
     with pytest.raises(StopRun, match="of update 5 is not finite.* 3 updates in a row were not"):
         run(folder, tmp_path, "--max_steps", 9, *more)
     assert "reward sometimes has failed 2 times" in capsys.readouterr().out
+
+
+def test_an_update_that_stops_the_run_is_not_counted():
+    """It is in no checkpoint, and is made again."""
+    watch = FiniteWatch(SimpleNamespace(on_nonfinite="skip", max_nonfinite=1, process_index=0), RunControl())
+    assert watch.settle(1, False)
+    before = watch.state()
+    with pytest.raises(StopRun, match="update 2 is not finite.* 2 updates in a row"):
+        watch.settle(2, False)
+    assert watch.state() == before == {"in_a_row": 1, "dropped": 1}

@@ -134,6 +134,11 @@ FLAGS = (
         (("--use_peft", "true", "--lora_target_modules", "lm_head"), "lm_head: the head and the embedding"),
         (("--use_peft", "true", "--lora_target_modules", "q_proj", "wq"), "q_proj wq: set some of q_proj k_"),
         (("--use_peft", "true", "--lora_target_modules", "qkv"), "qkv: .* set --lora_vision true too"),
+        (
+            ("--use_peft", "true", "--lora_vision", "true", "--lora_target_modules", "q_proj"),
+            "--lora_vision true with --lora_target_modules q_proj: no layer of",
+        ),
+        (("--use_bias_correction_kl", "true"), "--use_bias_correction_kl true without a KL term"),
         (("--lora_r", 8), "--lora_r does nothing without --use_peft true"),
         (("--use_peft", "true", "--use_dora", "true"), "--use_dora True"),
         (("--attn_implementation", "flash_attention_2"), "--attn_implementation flash_attention_2"),
