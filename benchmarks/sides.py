@@ -3,7 +3,7 @@
     python -m benchmarks.sides {product|trl|weights|flat|selfcheck|memory} SETTINGS.json RESULTS.json
 
 The settings are a list of points, measured one after the other; the results are written behind each.
-benchmarks/step.py starts it, sets its environment and puts the sides together.
+benchmarks/processes.py starts it and sets its environment; step.py puts the sides together.
 """
 
 import gc

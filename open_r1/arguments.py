@@ -143,6 +143,23 @@ class GRPOArguments(GRPOConfig):
     max_completion_length: int = field(
         default=MAX_NEW_TOKENS, metadata={"help": "New tokens of a completion at most."}
     )
+    num_generations: int = field(
+        default=8, metadata={"help": "Completions of a prompt, which are compared with each other."}
+    )
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Accumulation steps that one rollout is made for; twice --gradient_accumulation_steps: "
+            "two updates a rollout. None: one update."
+        },
+    )
+    loss_type: str = field(
+        default="dapo",
+        metadata={
+            "help": "What a token weighs: all the same (dapo), a share of its completion's weight (grpo), "
+            "or a constant (dr_grpo)."
+        },
+    )
     prompts_per_row: int = field(
         default=1, metadata={"help": "Prompts (with all their completions) in a packed row."}
     )

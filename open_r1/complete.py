@@ -11,7 +11,6 @@ COMPLETE = "COMPLETE"
 SAVING = ".saving"  # in OUT: checkpoints that are being written or deleted, by this run or a killed one
 
 
-
 def mark_complete(folder: str | Path, info: dict) -> None:
     """Call it on one rank, once all have written their files. `info` has at least "step" and "world_size"."""
     folder = Path(folder)

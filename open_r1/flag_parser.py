@@ -13,8 +13,8 @@ class Refused(ValueError):
 class FlagParser(TrlParser):
     """TrlParser takes `--max_st` for `--max_steps`; train.sh would not know it, and look in other folders."""
 
-    def __init__(self, types: Sequence[type]):
-        super().__init__(types, allow_abbrev=False)
+    def __init__(self, types: Sequence[type], description: str | None = None):
+        super().__init__(types, allow_abbrev=False, description=description)
 
     def error(self, message: str) -> None:
         """Instead of a page of usage and exit code 2."""

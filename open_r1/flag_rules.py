@@ -1,4 +1,4 @@
-"""What arguments.py refuses: every bad value and combination of flags with its one sentence."""
+"""What check_args.py refuses: every bad value and combination of flags with its one sentence."""
 
 import math
 import os

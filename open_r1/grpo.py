@@ -119,12 +119,18 @@ reward_funcs_registry = {
 
 # --- the script -------------------------------------------------------------------------------------------
 
+HELP = (
+    "Trains Qwen2-VL with GRPO. The flags of TRL and transformers are listed too; those of TRL's that this "
+    "trainer does not honour are refused."
+)
+
 
 def main() -> None:
     control = RunControl()
     control.handle_signals()
     try:
-        recipe, args, model_args = FlagParser((RecipeArguments, GRPOArguments, ModelArguments)).parse()
+        types = RecipeArguments, GRPOArguments, ModelArguments
+        recipe, args, model_args = FlagParser(types, HELP).parse()
         run(recipe, args, model_args, control)
     except StopRun as stop:
         if stop.code:

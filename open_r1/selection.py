@@ -165,11 +165,11 @@ def rows_of(file: str | None, source: str, total: int, limit: int | None = None,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Splits data sets: rows that choose, rows that report.")
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="data sets to split")
     parser.add_argument("--out", required=True, help="the file to write")
     parser.add_argument("--share", type=float, default=0.5, help="of the rows, to choose by (default: 0.5)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
     args = parser.parse_args()
     try:
         if Path(args.out).exists():
