@@ -163,7 +163,7 @@ recipe=(
     --warmup_steps 10               # until Adam's second moments mean something
     --max_grad_norm 0.5             # public runs that collapsed did so with a burst of the gradient norm
     --max_steps "$max_steps"        # 9,600 prompts, a starting value
-    --max_hours 7.5                 # of the brief's 8: the rest is for averaging and the self-check
+    --max_hours 7.5                 # of 8 hours: the rest is for averaging and the self-check
     --patience 6                    # validations that are no better: 300 updates without progress are enough
     --select_level 0.9              # submitted is what beats the base in 9 of 10 paired bootstrap samples, not by luck
     --keep_top 2                    # float32 weights of the two best, to be averaged and mixed with the base

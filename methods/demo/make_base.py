@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python methods/demo/make_base.py --work methods/demo/runs/base --out FOLDER
 
-One pass of open_r1/sft.py over 40,000 drawn rows. Half describe a scene of one to nine objects; the other
+open_r1/sft.py on 20,800 of 40,000 drawn rows. Half describe a scene of one to nine objects; the other
 half show how to count, on scenes that mostly hold one to three. No fault is planted: it is trained briefly,
 and where there is little to choose from it hardly learns which objects a question means.
 """

@@ -23,7 +23,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # as measured; two threads on busy 
 cat <<'BANNER'
 --------------------------------------------------------------------------------------------
 The demo shows that the recipe works. Its numbers say nothing about Qwen2-VL-2B.
-  model   a Qwen2-VL of 1.4 million parameters with a vocabulary of 470 tokens
+  model   a Qwen2-VL of 1.4 million parameters with a vocabulary of 463 tokens
   data    drawn: cubes, cylinders and spheres on a grid, after CLEVR-CoGenT
   base    has described such scenes, and has seen counting demonstrated on mostly small ones
   train   the real open_r1/grpo.py on the CPU, with a tiny model's learning rate
