@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 if __package__ in (None, ""):  # run as a file
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from open_r1.versions import check_versions
+
+    check_versions()
+
+import numpy as np
 
 from open_r1.validation import Example, pick_rows, score
 

@@ -54,8 +54,13 @@ def _within(version: str, ranges: str) -> bool:
 def check_versions() -> None:
     """Refuse packages that are missing or were not tested: SystemExit with one sentence."""
     missing, outside = find_faults()
-    if missing or outside:
-        raise SystemExit(refusal(missing + outside))
+    if not (missing or outside):
+        return
+    own = REQUIREMENTS.with_name(".venv")
+    if (own / "COMPLETE").exists() and Path(sys.prefix).resolve() != own.resolve():  # made by train.sh
+        faults = ", ".join(missing + outside)
+        raise SystemExit(f"{sys.executable} has not what is needed ({faults}): use {own / 'bin/python'}.")
+    raise SystemExit(refusal(missing + outside))
 
 
 def refusal(faults: list[str]) -> str:

@@ -673,6 +673,18 @@ def test_a_missing_package_is_named(installed, requirements, capsys: pytest.Capt
     assert capsys.readouterr().out == "trl>=1.16,<1.17, packaging>=23\n"
 
 
+def test_the_projects_own_python_is_named_where_there_is_one(installed, requirements, tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "REQUIREMENTS", requirements)
+    del installed["trl"]
+    own = tmp_path / ".venv/bin/python"
+    own.parent.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="pip install"):  # it is not complete
+        versions.check_versions()
+    (tmp_path / ".venv/COMPLETE").touch()
+    with pytest.raises(SystemExit, match=f"{re.escape('trl>=1.16,<1.17 (here: none)')}.* use {own}"):
+        versions.check_versions()
+
+
 def test_the_tests_themselves_run_on_tested_versions():
     versions.check_versions()
 
