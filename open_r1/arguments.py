@@ -156,7 +156,7 @@ class GRPOArguments(GRPOConfig):
     loss_type: str = field(
         default="dapo",
         metadata={
-            "help": "What a token weighs: all the same (dapo), a share of its completion's weight (grpo), "
+            "help": "What a token weighs: all the same (dapo), one by the length of its completion (grpo), "
             "or a constant (dr_grpo)."
         },
     )

@@ -75,8 +75,7 @@ def seed_interval(differences: list[float]) -> Interval | None:
 
 def mcnemar(better: int, worse: int) -> float:
     """Two-sided p of McNemar's exact test with the mid-p correction (Fagerland and others, 2013): the
-    discordant
-    pairs as fair coins, half of the observed outcome's own probability left out."""
+    discordant pairs as fair coins, half of the observed outcome's own probability left out."""
     n, k = better + worse, min(better, worse)
     if n == 0:
         return 1.0

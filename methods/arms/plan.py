@@ -57,8 +57,7 @@ class ArmSet:
 
 def load_set(name: str) -> ArmSet:
     """The set of a file, or of that name in methods/arms/sets. Raises Refused for what is no such set, and
-    for
-    an arm that sets a flag outside may_differ."""
+    for an arm that sets a flag outside may_differ."""
     path = Path(name) if Path(name).suffix in (".yaml", ".json") else SETS / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in SETS.glob("*.yaml")))

@@ -56,8 +56,7 @@ class Job:
 
 def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
     """The base, then every arm with every seed: what stands first in the sets is run first, seed after seed
-    of
-    an arm. An arm of several sets is run once."""
+    of an arm. An arm of several sets is run once."""
     shared = shared_flags(args)
     about = {
         "max_steps": args.max_steps, "test_limit": args.test_limit, "readout_rows": args.readout_rows
@@ -215,8 +214,7 @@ def kill(job: Job) -> None:
 
 def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> dict[str, Any]:
     """What report.py reads. An arm whose recorded flags, base or rows are not the reference's is left out,
-    and
-    named in `refused`."""
+    and named in `refused`."""
     results = {(job.todo["arm"], job.todo["seed"]): done for job in jobs if (done := job.result())}
     refused = {}
     for arms in sets:
