@@ -49,6 +49,7 @@ from open_r1.protocol import ANSWER, extract_answer
 from open_r1.rewards import RewardCaller, RewardError
 from open_r1.rollout import FastEngine, TransformersEngine
 from open_r1.rounds import first_weights, keeper, validation_rows
+from open_r1.run_identity import measured_in
 from open_r1.status import FAILED, NO_MEMORY, REWARD
 from open_r1.trainer import Qwen2VLGRPOTrainer
 from open_r1.views import TokenWeigher
@@ -215,6 +216,7 @@ def run(
     )
     json_log.trainer = step_line.trainer = hours.trainer = trainer
     trainer.validation_rows = validation_rows(recipe, args, ready.validation_sets)
+    trainer.measured_in = measured_in(ready.identity, trainer.validation_rows)
     trainer.run, trainer.base, trainer.longest = ready.identity["run"], base, ready.longest
     trainer.checkpoint_size = checkpoint_bytes(ready.saved, ready.trained, bool(args.deepspeed))
     for callback in (PrinterCallback, ProgressCallback):
@@ -239,12 +241,13 @@ def train(trainer: Qwen2VLGRPOTrainer, done: tuple[Path, dict] | None) -> None:
         trainer.best_score = trainer.keep_best.baseline
         if trainer.keep_best.start_from == trainer.base:
             trainer.collapse_watch.add_score(0, trainer.keep_best.base_outcome.score, 0.0)
-        if done and trainer.keep_best.best_score < done[1]["chosen_score"]:  # deleted, or never written
+        chosen_score = trainer.marker_of(done[0])["chosen_score"] if done else -1.0
+        if trainer.keep_best.best_score < chosen_score:  # it was deleted, or never written
             trainer.validate_again = True
             if trainer.args.process_index == 0:
                 print(
                     f"{trainer.keep_best.submission} holds less than this run has found (score "
-                    f"{done[1]['chosen_score']:.2f}): {done[0].name} is validated once more"
+                    f"{chosen_score:.2f}): {done[0].name} is validated once more"
                 )
     if done and done[1]["step"] >= trainer.args.max_steps and not trainer.validation_is_due(done[1]):
         if trainer.args.process_index == 0:

@@ -122,9 +122,13 @@ class RowSampler:
         return {"pass_rates": groups} if self.args.difficulty_sampling else {}
 
     def restore(self, info: dict, next_rollout: int) -> None:
-        """What a checkpoint holds of the rollouts before the next one, which is made (again) now."""
-        kept = {int(rollout): dict(groups) for rollout, groups in info.get("pass_rates", {}).items()}
-        self.groups = {rollout: groups for rollout, groups in kept.items() if rollout < next_rollout}
+        """What a checkpoint holds of the rollouts before the next one, which is made (again) now, and of the
+        rows that there are."""
+        self.groups = {
+            int(rollout): {place: share for place, share in groups if place < len(self.place)}
+            for rollout, groups in info.get("pass_rates", {}).items()
+            if int(rollout) < next_rollout
+        }
 
 
 def count_weights(count_of: np.ndarray, alpha: float) -> np.ndarray:

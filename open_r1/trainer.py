@@ -120,6 +120,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         self.finite = FiniteWatch(args, self.run_control)
         self.collapse_watch = CollapseWatch()
         self.refreshed_at = 0  # the update whose weights the rollout copy holds
+        self.measured_in: str | None = None  # names the rows of the validations (run_identity.measured_in)
         self.best_score = -1.0  # of the validations, where no submission is kept
         self.validated_at = 0  # the last update that was validated (0: before training)
         self.validate_again = False  # the checkpoint to go on from: the submission made of this run is gone
@@ -272,7 +273,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         """As the Trainer's. Raises StopRun, on all ranks, once all is saved."""
         control = self.run_control
         if resume_from_checkpoint:
-            info = complete_marker(resume_from_checkpoint)
+            info = self.marker_of(resume_from_checkpoint)
             control.restore(info)
             self.collapse_watch.restore(info["collapse_watch"])
             self.validated_at, self.best_score = info["validated_at"], info["best_score"]
@@ -288,6 +289,14 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
             return output
         except StopRun as stop:
             raise self.end_early(stop) from None
+
+    def marker_of(self, checkpoint: str | Path) -> dict:
+        """What its marker keeps, without scores on other validation rows than this run's."""
+        info = complete_marker(checkpoint)
+        if info.get("measured_in", self.measured_in) != self.measured_in:
+            info |= {"best_score": self.best_score, "chosen_score": -1.0, "stale_validations": 0}
+            info["collapse_watch"]["scores"] = self.collapse_watch.scores
+        return info
 
     def end_early(self, stop: StopRun) -> StopRun:
         """Validates where there is time for it, and saves the last finished update."""
@@ -311,6 +320,7 @@ class Qwen2VLGRPOTrainer(RollsOut, SavesCheckpoints, Trainer):
         """What the marker of a checkpoint keeps."""
         next_rollout = self.state.global_step // self.args.updates_per_rollout
         return self.run_control.state() | {
+            "measured_in": self.measured_in,
             "validated_at": self.validated_at,
             "best_score": self.best_score,
             "chosen_score": self.keep_best.chosen_score if self.keep_best else -1.0,

@@ -18,6 +18,7 @@ from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
 from open_r1.rewards import RewardCaller
 from open_r1.rollout import FastEngine
+from open_r1.sampling import Sampling
 from open_r1.status import ending, write_status
 from open_r1.submission import read_record
 from open_r1.trainer import Qwen2VLGRPOTrainer
@@ -166,6 +167,21 @@ def test_patience(folder, tmp_path, monkeypatch):  # noqa: F811
     assert restore.seen[0]["stale_validations"] == 1
     assert status(tmp_path / "out")["cause"] == "patience"
     assert complete_marker(tmp_path / "out/checkpoint-5")
+
+
+def test_scores_on_other_rows_are_forgotten(folder, tmp_path, monkeypatch):  # noqa: F811
+    """They would be beaten by none, and look like a collapse."""
+    monkeypatch.setattr(validation, "GREEDY", Sampling(greedy=True, max_new_tokens=4))
+    more = ("--val_dataset", folder / "val", "--eval_strategy", "steps", "--eval_steps", 1, "--patience", 1)
+    more += ("--submission_dir", tmp_path / "submission", "--save_steps", 1)
+    give_scores(monkeypatch, 10.0, 90.0, 10.0, 20.0, 25.0, 30.0)  # base and update; base, submission, updates
+    run(folder, tmp_path / "out", *more, "--max_steps", 1)
+    changed = ("--max_steps", 3, "--eval_limit", 2, "--accept_changes", "true")
+    trainer = run(folder, tmp_path / "out", *more, *changed)
+    assert (trainer.best_score, trainer.keep_best.best_score, trainer.run_control.stale) == (30.0, 30.0, 0)
+    assert [step for step, *_ in trainer.collapse_watch.scores] == [0, 2, 3]
+    assert not trainer.validate_again
+    assert complete_marker(tmp_path / "out/checkpoint-3")["chosen_score"] == 30.0
 
 
 def _recorded(method):

@@ -110,6 +110,10 @@ def test_what_is_drawn_follows_from_what_was_seen_in_time():
             state, other = json.loads(json.dumps(other.state())), sampler(difficulty_sampling=True)
             state["pass_rates"][str(n + 1)] = [[5, 1.0]]  # of a rollout that was made and not trained on
             other.restore(state, n + 1)
+    fewer = RowSampler(one.args, Texts(), range(50))  # as after --accept_changes
+    fewer.restore(json.loads(json.dumps(one.state())), n + 1)
+    assert {place for groups in fewer.groups.values() for place in groups} == set(range(50))
+    assert len(fewer.rows(n + 1)) == 4
     assert len(one.groups) == MEMORY + late + 1
     assert np.array_equal(one.weights(n + 1), other.weights(n + 1)) and one.rows(n + 1) == other.rows(n + 1)
     one.groups.clear()
