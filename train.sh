@@ -147,6 +147,7 @@ recipe=(
 
     # The group.
     --num_generations 8             # completions of a prompt, compared with each other
+    --oversample 2                  # twice the prompts are rolled out; kept are groups that vary (docs/evidence.md: +3)
     --max_completion_length 256     # where the grader cuts
     --temperature 1.0               # sample from the very policy that is trained
     --top_p 1.0                     # likewise: with a cut tail the two would differ
@@ -162,7 +163,7 @@ recipe=(
     --lr_scheduler_type constant_with_warmup        # the best model is kept, so the run needs no planned end
     --warmup_steps 10               # until Adam's second moments mean something
     --max_grad_norm 0.5             # public runs that collapsed did so with a burst of the gradient norm
-    --max_steps "$max_steps"        # 9,600 prompts, a starting value
+    --max_steps "$max_steps"        # 9,600 prompts, of 19,200 rolled out; a starting value
     --max_hours 7.5                 # of 8 hours: the rest is for averaging and the self-check
     --patience 6                    # validations that are no better: 300 updates without progress are enough
     --select_level 0.9              # submitted is what beats the base in 9 of 10 paired bootstrap samples, not by luck

@@ -59,7 +59,10 @@ def test_it_is_what_was_measured(peak):
 
 
 def test_the_recipe_on_two_gpus_of_48_gb():
-    assert expected(asked()).reserved <= 42 * GIB
+    """Which rolls out twice the prompts that it trains on."""
+    recipe = (ROOT / "train.sh").read_text()
+    assert "--oversample 2 " in recipe and "--prompts_per_row " in recipe
+    assert expected(asked(prompts_drawn=32)).reserved <= 42 * GIB
 
 
 def test_a_layer_keeps_what_is_counted():

@@ -12,6 +12,7 @@ export OUT=${OUT:-$ROOT/outputs/intuitor}
 recipe=(
     --reward_funcs self_certainty   # KL(uniform || policy), a mean over the completion's tokens
     --reward_weights 1.0
+    --oversample 1                  # all groups are trained on, as in the paper
     --eval_steps 20                 # such runs rise and fall within a hundred updates: look more often
     --collapse_watch true           # end a run that falls apart, by the signs in open_r1/collapse_watch.py
 )

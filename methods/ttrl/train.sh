@@ -13,6 +13,7 @@ recipe=(
     --reward_funcs majority_vote    # 1 for the majority's answer; without an answer nobody votes or earns
     --reward_weights 1.0            # nothing for the format: an answer that cannot be read earns nothing already
     --vote_generations 16           # completions that vote, of which the first 8 are trained on
+    --oversample 1                  # all groups are trained on, as in the paper
     --eval_steps 20                 # such runs rise and fall within a hundred updates: look more often
     --collapse_watch true           # end a run that falls apart, by the signs in open_r1/collapse_watch.py
 )
