@@ -294,6 +294,7 @@ def results_file(**changed) -> dict:
     }
     made = {
         "commit": "c0ffee", "date": "2026-01-01", "machine": "a machine", "command": "run", "max_steps": 5,
+        "eval_limit": 20,
         "sets": [{"name": "mine", "reference": "a", "may_differ": ["beta"], "arms": arms}],
         "missing": ["c, seed 0"], "refused": {}, "results": results,
     }  # fmt: skip
@@ -329,13 +330,13 @@ def test_the_gate():
         if result["arm"] in "ab":
             sure = {"a": 0.85, "b": 0.95}[result["arm"]]
             result["curve"].append({"step": 5, "score": 2.0, "confidence": sure})
-            result |= {"command": ["--eval_limit", "20"], "max_steps": 5}
-    text = report.gate(report.merge([made])["results"])
+            result["max_steps"] = 5
+    text = report.gate(report.merge([made]))
     assert "Had each of\nthe 4 runs above offered its last model alone, on 20 rows" in text
     assert "| 0.8 | 4 | +37.50 | 0 | +25.0 | 0 (-0.00) |" in text  # two of +25, two of +50
     assert "| 0.9 | 2 | +25.00 | 0 | +50.0 | 2 (-12.50) |" in text
     assert "| 0.99 | 0 | +0.00 | 0 | – | 4 (-37.50) |" in text
-    assert report.gate(report.merge([results_file()])["results"]) == ""
+    assert report.gate(report.merge([results_file()])) == ""
 
 
 def test_report(tmp_path):

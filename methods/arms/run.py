@@ -236,13 +236,15 @@ def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> di
             }
             for arms in sets
         ],
-        "max_steps": args.max_steps, "missing": [job.name for job in jobs if not job.result()],
+        "max_steps": args.max_steps, "eval_limit": args.eval_limit,
+        "missing": [job.name for job in jobs if not job.result()],
         "refused": refused, "results": kept,
     }  # fmt: skip
 
 
 def slim(done: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in done.items() if key not in ("identity", "command")}
+    """Without what names folders of the machine."""
+    return {key: value for key, value in done.items() if key not in ("identity", "command", "start")}
 
 
 def shown_arguments() -> list[str]:
