@@ -73,7 +73,7 @@ def draw(results: dict, arms: list[str], picture: Path) -> None:
             if column == 0:
                 axis.set_ylabel(title, fontsize=9)
         axes[0][column].set_title(arm, fontsize=11)
-    figure.supxlabel("update; dots: the policy that is kept; dashed: --collapse_watch would end the run here")
+    figure.supxlabel("update (dots: what is kept; dashed: --collapse_watch would end it)", fontsize=10)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
