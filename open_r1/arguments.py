@@ -302,7 +302,7 @@ class GRPOArguments(GRPOConfig):
         self.scale_rewards = {"True": "group", "False": "none"}.get(
             str(self.scale_rewards), self.scale_rewards
         )
-        self.checkpoints_kept = self.save_total_limit or 2
+        self.checkpoints_kept = 2 if self.save_total_limit is None else self.save_total_limit
         self.planned_processes: int | None = None  # set by preflight.py in a dry run
         self.frozen = self.adapters = 0  # parameters that are not trained, and LoRA's; set by preflight.py
         self.vision_learns = True  # likewise
