@@ -65,7 +65,7 @@ class StepLine(TrainerCallback):
     def line(self, state, logs: dict) -> str:
         timed = list(self.durations)[WARM_UP_STEPS if len(self.durations) > 2 * WARM_UP_STEPS else 0 :]
         remaining = (state.max_steps - state.global_step) * sum(timed) / len(timed)
-        eta = time.strftime("%H:%M:%S", time.gmtime(remaining))
+        eta = f"{int(remaining // 3600):02}:{time.strftime('%M:%S', time.gmtime(remaining))}"
         width = len(str(state.max_steps))
         return (
             f"{state.global_step:>{width}}/{state.max_steps} "
@@ -212,7 +212,7 @@ def append_lines(path: Path, lines: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     end = path.stat().st_size if path.exists() else 0
     try:
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
     except OSError:
         if path.exists():
@@ -221,10 +221,10 @@ def append_lines(path: Path, lines: list[str]) -> None:
 
 
 def _plain(value):
-    """NaN, which JSON does not have, becomes null."""
+    """NaN and infinity, which JSON does not have, become null."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -233,14 +233,14 @@ def keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_bytes().split(b"\n"):  # a text has other ends of lines, which a model may write
         try:
             later = json.loads(line)["step"] > step
         except ValueError:
             break  # the line that a kill or a full disk cut short is the last one
         if not later:
-            kept.append(line)
-    write_atomically(path, "".join(kept).encode())
+            kept.append(line + b"\n")
+    write_atomically(path, b"".join(kept))
 
 
 def set_aside(path: Path) -> None:

@@ -57,6 +57,7 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[TrainingRow]:
         trainer, args, control = self.trainer, self.trainer.args, self.trainer.run_control
+        trainer.state.compute_steps(args, args.max_steps)  # a checkpoint brings those of its own run along
         first = trainer.state.global_step // args.updates_per_rollout
         if args.rehearse:
             rehearse(trainer)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from open_r1 import grpo, validation
-from open_r1.callbacks import hours_plan
+from open_r1.callbacks import StepLine, hours_plan
 from open_r1.check_args import check_args
 from open_r1.complete import complete_marker
 from open_r1.control import RunControl, StopRun
@@ -275,6 +275,17 @@ def test_validations_are_due_where_they_are_planned():
     assert due == [10, 15, 20, 22]
 
 
+def test_the_line_of_an_update_counts_hours_beyond_a_day():
+    watch, names = StepLine(), [
+        "reward", "reward_std", "clip_share", "zero_variance/all_right", "zero_variance/all_wrong",
+        "completions/mean_length", "completions/parsed", "completions/truncated", "time/step_s",
+        "time/rollout_s", "time/update_s",
+    ]  # fmt: skip
+    watch.durations.append(100.0)
+    line = watch.line(SimpleNamespace(global_step=1, max_steps=1101), dict.fromkeys(names, 0.0))
+    assert "ETA 30:33:20 " in line  # 110,000 s
+
+
 # --- what train.sh makes of it ------------------------------------------------------------------------------
 
 
@@ -297,3 +308,18 @@ def test_the_exit_code_and_the_last_line(tmp_path):
     write_status(tmp_path / "status.json", "signal", "Stopped by SIGTERM.", 143)
     assert ending(tmp_path, 0, 1) == ("Stopped by SIGTERM.", 143)
     assert ending(tmp_path, time.time() + 1, 1)[1] == 1  # of an earlier run
+
+
+def test_two_ranks_that_fail_at_once_leave_one_whole_status(tmp_path, monkeypatch, capsys):
+    """Rank 1 writes the file while rank 0 is about to bring its own into place."""
+    path, replace = tmp_path / "status.json", os.replace
+
+    def late(*names):
+        monkeypatch.setattr(os, "replace", replace)
+        write_status(path, "out_of_memory", "longer than the other one", 68, rank=1)
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_status(path, "out_of_memory", "short", 68, rank=0)
+    assert json.loads(path.read_text())["message"] == "short"
+    assert "cannot be written" not in capsys.readouterr().out

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from open_r1 import complete, grpo, keep_best, saving, validation
+from open_r1.callbacks import keep_until
 from open_r1.install import read_record
 from open_r1.sampling import Sampling
 from tests.faults import status_of
@@ -185,3 +186,21 @@ def test_an_older_checkpoint_is_gone_on_from(folder, uninterrupted, tmp_path, ca
     assert names == {older.name, "checkpoint-5", "checkpoint-5.aside"}
     new, old = (out / name / "model.safetensors" for name in ("checkpoint-5", "checkpoint-5.aside"))
     assert new.read_bytes() == old.read_bytes()
+
+
+def test_a_resumed_run_saves_and_logs_as_its_own_flags_say(folder, tmp_path):  # noqa: F811
+    """A checkpoint brings the steps between two saves along, those of the run that wrote it."""
+    run(folder, tmp_path, "--max_steps", 1, "--save_steps", 5, "--logging_steps", 5)
+    run(folder, tmp_path, "--max_steps", 4, "--save_steps", 3, "--logging_steps", 2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    logged = [line["step"] for line in lines(tmp_path / "logs.jsonl") if "loss" in line]
+    assert logged == [1, 2, 3, 4]  # each checkpoint follows a line
+
+
+def test_a_log_is_cut_between_its_lines_and_nowhere_else(tmp_path):
+    """A model may say what Python takes for the end of a line, and a kill leaves half a character."""
+    log, rows = tmp_path / "rollouts.jsonl", [{"step": n, "text": f"{n} \u2028 \x85 é"} for n in (1, 2, 3, 4)]
+    written = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
+    log.write_bytes(b"".join(written)[:-4])  # within the last letter
+    keep_until(log, 2)
+    assert log.read_bytes() == b"".join(written[:2])
