@@ -32,9 +32,10 @@ AGAIN = "The same command goes on from the newest complete checkpoint."
 
 
 def write_status(path: Path, cause: str, message: str, exit_code: int | None, **more) -> None:
-    """`path` holds the old status or the new one, whatever happens; on a full disk it is the old one."""
+    """`path` holds the old status or the new one, whatever happens; on a full disk it is the old one. Ranks
+    that run out of memory at the same time write to files of their own first: the last one stays."""
     status = {"cause": cause, "message": message, "exit_code": exit_code, "time": time.time(), **more}
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{more.get('rank', 0)}.tmp")
     try:
         temporary.write_text(json.dumps(status) + "\n")
         os.replace(temporary, path)

@@ -54,9 +54,15 @@ class Run:
 
     def wait_for_update(self, step: int) -> None:
         deadline = time.monotonic() + 200
-        while not (self.out / "logs.jsonl").exists() or lines(self.out / "logs.jsonl")[-1]["step"] < step:
+        while self.updates() < step:
             assert self.bash.poll() is None and time.monotonic() < deadline, self.log.read_text()[-6000:]
             time.sleep(0.1)
+
+    def updates(self) -> int:
+        """Of its log; a line that is being written is none yet."""
+        log = self.out / "logs.jsonl"
+        whole = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
+        return json.loads(whole[-1])["step"] if whole else 0
 
     def end(self, timeout: float = 200) -> tuple[int, dict]:
         code = self.bash.wait(timeout)
@@ -196,7 +202,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     script = (
         "import time\n"
         "from open_r1 import control\n"
-        "control.SAME_SIGNAL_S = 1.0\n"
+        "control.SAME_SIGNAL_S = 3.0\n"
         "run = control.RunControl()\n"
         "run.handle_signals()\n"
         "run.began = True\n"
@@ -209,6 +215,6 @@ def test_a_second_signal_stops_at_once(tmp_path):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
     assert process.poll() is None
-    time.sleep(1)
+    time.sleep(3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == -signal.SIGTERM
