@@ -36,10 +36,10 @@ def test_the_sets_differ_in_named_flags_only(name):
     """By the real parser, on the flags that bash makes of train.sh and methods/demo/train.sh."""
     arms = plan.load_set(name)
     plan.check_flags(arms, SHARED)
-    line = plan.command_line(arms.arms[arms.reference], 3, SHARED, Path("out"))
-    assert (
-        line[-2:] == ["--seed", "3"] and "1.5e-4" in line and line[line.index("--num_generations") + 1] == "8"
-    )
+    line = plan.command_line(arms.arms[arms.reference], 3, SHARED, Path("out"), arms.study)
+    rate = 3e-5 if arms.study.gpu else 1.5e-4  # the last one is the study's
+    assert line[-2:] == ["--seed", "3"] and line[line.index("--num_generations") + 1] == "8"
+    assert float(plan.given(line, "learning_rate")) == rate and ("--use_cpu" in line) != arms.study.gpu
 
 
 def test_what_a_command_line_gives():

@@ -50,7 +50,7 @@ def test_the_pages_name_flags_that_exist():
     programs += [*ROOT.glob("open_r1/*.py"), *ROOT.glob("*.sh"), *ROOT.glob("tools/*.py")]
     sources = "\n".join(file.read_text() for file in programs if file.suffix in (".py", ".sh"))
     known = {name for config in (RecipeArguments, GRPOArguments) for name in config.__dataclass_fields__}
-    known |= set(re.findall(r"--(\w+)", sources)) | {"shm-size"}  # the last is of docker
+    known |= set(re.findall(r"--(\w+)", sources)) | {"shm-size", "no-deps"}  # of docker and of pip
     for page in PAGES:
         named = set(re.findall(r"--([a-z][\w-]*)", page.read_text()))
         assert named <= known, (page, named - known)

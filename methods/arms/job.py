@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from methods.arms import plan
-from methods.arms.plan import BASE, DATA
 from methods.arms.run import end_with_parent
 
 SETS = ("test_val", "test_B", "test_ood")
@@ -31,7 +30,7 @@ def train(job: Path, todo: dict[str, Any]) -> dict[str, Path]:
     """The models that come out of it, by name: what is submitted, and the last policy where it is another."""
     run = job / "run"
     if todo["kind"] == "base":
-        return {"submission": BASE}
+        return {"submission": Path(todo["base"])}
     if todo["kind"] == "sft":
         continue_sft(job, todo, run)
         return {"submission": run}
@@ -71,15 +70,18 @@ def baseline(run: Path) -> float:
 
 
 def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
-    """SFT for a number of steps, or for as long as the reference's updates took, its validations left out."""
+    """SFT for a number of steps or of seconds, or for as long as the reference's updates took without its
+    validations."""
     from methods.demo.measure import continue_sft
 
     seed = todo["seed"] + 1000 * ("after" in todo)  # not the rows of the first time again, in their order
     how = {"column": todo["column"], "out": run, "seed": seed, "base": Path(todo["start"])}
-    done = {"steps": todo.get("steps")}
+    how |= {"rows": Path(todo["data"]) / "train", "use_cpu": not todo["gpu"]} | todo["sft"]
+    done = {key: todo.get(key) for key in ("steps", "budget")}
     if not done["steps"]:
-        other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
-        done["budget"] = json.loads(other.read_text())["seconds"]["updates"]
+        if not done["budget"]:
+            other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
+            done["budget"] = json.loads(other.read_text())["seconds"]["updates"]
         done["steps"] = round(done["budget"] * PROBE / continue_sft(steps=PROBE, **how))
     done["updates"] = continue_sft(steps=done["steps"], **how)
     (run / "sft.json").write_text(json.dumps(done))
@@ -148,8 +150,10 @@ def measure(job: Path, todo: dict[str, Any], models: dict[str, Path]) -> dict[st
         ]
         words += ["--limit", str(todo["test_limit"])] if todo["test_limit"] else []
         args = selfcheck.parse(words)
-        selfcheck.answer(0, 1, args, {name: str(DATA / name) for name in SETS})
+        selfcheck.answer(0, 1, args, {name: f"{todo['data']}/{name}" for name in SETS})
         measured[name] = read_check(out)
+    if not todo["readout_rows"]:
+        return {"models": measured}
     return {"models": measured, "readouts": read_out(job, todo, list(models.values())[-1], list(models)[-1])}
 
 
@@ -177,20 +181,21 @@ def read_out(job: Path, todo: dict[str, Any], folder: Path, name: str) -> dict[s
     from open_r1.scoring import add_scoring_forward
     from open_r1.validation import pick_rows
 
-    processor, policy = load_processor(BASE), load_policy(folder, torch.float32)
+    base, rows = Path(todo["base"]), Path(todo["data"])
+    processor, policy = load_processor(base), load_policy(folder, torch.float32)
     engine = FastEngine(policy, processor)
     encoder = PromptEncoder(processor, policy.config, prompt_mix=0, keep_images=False, seed=0)
-    val = load_rows(str(DATA / "test_val"))
+    val = load_rows(str(rows / "test_val"))
     few = todo["readout_rows"]
     prompts = [encoder.encode(val, row) for row in pick_rows(len(val), few // 2)]
-    score_base = add_scoring_forward(load_policy(BASE, torch.float32)).eval()
+    score_base = add_scoring_forward(load_policy(base, torch.float32)).eval()
     found = {
         "kl": readouts.kl_to_base(engine, score_base, prompts, completions=4, new_tokens=48),
         "image": readouts.image_gap(engine, encoder, val, pick_rows(len(val), few), batch_size=250),
         "printed": binding.probe(engine, processor, policy.config, figures=few // 4, seed=0, new_tokens=48),
     }
     for short in ("test_val", "test_ood"):
-        data = load_rows(str(DATA / short))
+        data = load_rows(str(rows / short))
         lines = [json.loads(line) for line in (job / f"{name}_check/{short}.jsonl").open()]
         shown = [data.columns(line["row"])["completion"] for line in lines]
         found[f"numbering {short}"] = readouts.numbering([line["text"] for line in lines], shown)

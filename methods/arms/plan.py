@@ -8,10 +8,11 @@ A set is a YAML or JSON file (methods/arms/sets/NAME.yaml):
       main: {what: the counting recipe}
       prpo: {what: PRPO, flags: {token_weights: prpo}}
 
-The flags of an arm come after those of methods/demo/train.sh and the ones that all arms share. `kind: sft` is
+The flags of an arm come after those of the study's recipe and the ones that all arms share. A set without
+`study` is of the demo; Study has what can stand there, with paths from the project's folder. `kind: sft` is
 no arm of GRPO: the reference's base imitates a column of the rows (`column`, by default written-out counting)
-for as long as the reference trained, or `as_many_rows`. An arm that comes `after` one of SFT starts from what
-that has made with the same seed.
+for as long as the reference trained, or `as_many_rows`, or a number of `seconds`. An arm that comes `after`
+one of SFT starts from what that has made with the same seed.
 """
 
 import os
@@ -44,7 +45,26 @@ class Arm:
     flags: dict[str, Any] = field(default_factory=dict)
     column: str = "completion"  # of the rows, that SFT imitates
     as_many_rows: bool = False  # SFT sees as many as the reference, however long that takes
+    seconds: float | None = None  # SFT takes, at the reference's side instead of after it
     after: str | None = None  # the arm of SFT whose model it starts from
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all arms of a set start from, on which rows, by whose flags. The recipe's folder has the draw.py
+    of the rows."""
+
+    base: Path = BASE
+    data: Path = DATA
+    recipe: Path = DEMO / "train.sh"  # a script whose recipe=( … ) comes after train.sh's
+    gpu: bool = False  # jobs share the GPU, or have one core each
+    sft: dict[str, Any] = field(default_factory=dict)  # settings of SFT, after those of the demo
+    about: str = "the demo's model: 1.4 million parameters, drawn pictures"
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> "Study":
+        paths = {name: ROOT / given[name] for name in ("base", "data", "recipe") if name in given}
+        return cls(**given | paths)
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,7 @@ class ArmSet:
     reference: str
     may_differ: frozenset[str]
     arms: dict[str, Arm]
+    study: Study = field(default_factory=Study)
 
 
 def load_set(name: str) -> ArmSet:
@@ -67,7 +88,8 @@ def load_set(name: str) -> ArmSet:
         arms = {key: Arm(key, **(value or {})) for key, value in given["arms"].items()}
         may_differ = given["may_differ"]
         may_differ = [may_differ] if isinstance(may_differ, str) else may_differ
-        made = ArmSet(path.stem, given["reference"], frozenset(may_differ), arms)
+        study = Study.of(given.get("study", {}))
+        made = ArmSet(path.stem, given["reference"], frozenset(may_differ), arms, study)
     except (TypeError, KeyError, AttributeError, UnicodeDecodeError, yaml.YAMLError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise Refused(f"{path} is no set of arms ({why}); methods/arms/sets has some") from error
@@ -133,18 +155,19 @@ def given(line: list[str], flag: str) -> Any:
 
 
 def command_line(
-    arm: Arm, seed: int, shared: dict[str, Any], out: Path, model: Path = BASE
+    arm: Arm, seed: int, shared: dict[str, Any], out: Path, study: Study, model: Path | None = None
 ) -> list[str]:
-    """The flags of grpo.py: those of train.sh on the CPU, those of the demo, `shared`, the arm's own."""
+    """The flags of grpo.py: those of train.sh on this machine, those of the study, `shared`, the arm's own.
+    `model` is what it starts from, by default the study's base."""
     places = {
-        "MODEL": model, "DATA": DATA / "train", "VAL": DATA / "val", "OOD_VAL": DATA / "ood",
-        "OUT": out, "SUBMISSION": out / "submission",
+        "MODEL": model or study.base, "DATA": study.data / "train", "VAL": study.data / "val",
+        "OOD_VAL": study.data / "ood", "OUT": out, "SUBMISSION": out / "submission",
         "prompts_per_row": 4, "accumulation": 4, "max_steps": 400,
     }  # fmt: skip
     variables = {name: str(value) for name, value in places.items()}
-    main, demo = recipe(ROOT / "train.sh", **variables), recipe(DEMO / "train.sh", **variables)
-    cpu = ["--use_cpu", "true", "--bf16", "false"]
-    return [*main, *cpu, *demo, *words(shared), *words(arm.flags), "--seed", str(seed)]
+    main, own = recipe(ROOT / "train.sh", **variables), recipe(study.recipe, **variables)
+    machine = [] if study.gpu else words({"use_cpu": True, "bf16": False})
+    return [*main, *machine, *own, *words(shared), *words(arm.flags), "--seed", str(seed)]
 
 
 def parsed(line: list[str]) -> dict[str, Any]:
@@ -175,7 +198,7 @@ def difference(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, li
 def check_flags(arms: ArmSet, shared: dict[str, Any]) -> None:
     """Raises Refused for an arm whose flags are not those of the reference and its own."""
     lines = {
-        arm.name: command_line(arm, 0, shared, Path("out"))
+        arm.name: command_line(arm, 0, shared, Path("out"), arms.study)
         for arm in arms.arms.values()
         if arm.kind == "grpo"
     }

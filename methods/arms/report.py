@@ -24,10 +24,11 @@ from methods.arms.paired import Comparison, compare
 
 DOCS = ROOT / "docs"
 SETS = {"test_val": "val", "test_B": "B", "test_ood": "OOD"}
+DEMO = plan.Study().about  # of files that do not say what they are about
 
 INTRODUCTION = """# Evidence
 
-What each arm and each ingredient does to the demo's model: 1.4 million parameters, drawn pictures, {steps}
+What each arm and each ingredient does to {about}, {steps}
 updates. Every arm of GRPO starts from the same base (or after SFT, where it says so), draws on the same rows
 with the same seeds, and differs in the named flags only (`methods/arms/run.py` refuses others); SFT takes 16
 rows a step, as many as an update has prompts. These figures tell which effects the code has; they say
@@ -72,9 +73,11 @@ def read(paths: Collection[Path]) -> list[dict[str, Any]]:
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     """The results of several runs as one. A set is compared within the files that name it; of an arm with a
     seed that is in two of them, the later counts."""
-    steps = {file["max_steps"] for file in files}
+    steps, about = {file["max_steps"] for file in files}, {file.get("about", DEMO) for file in files}
     if len(steps) > 1:
         raise SystemExit(f"report.py: runs of {sorted(steps)} updates cannot stand in one table")
+    if len(about) > 1:
+        raise SystemExit(f"report.py: runs of {' and of '.join(sorted(about))} cannot stand on one page")
     sets: dict[str, dict] = {}
     for file in files:
         for one in file["sets"]:
@@ -84,7 +87,8 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
                 (r["arm"], r["seed"]): r for r in file["results"] if r["arm"] in ("base", *one["arms"])
             }
     results = {(r["arm"], r["seed"]): r for file in files for r in file["results"]}
-    return {"sets": list(sets.values()), "results": results, "max_steps": steps.pop(), "files": files}
+    common = {"max_steps": steps.pop(), "about": about.pop()}
+    return {"sets": list(sets.values()), "results": results, "files": files} | common
 
 
 def correct(results: dict, arm: str, seeds: list[int], model: str) -> dict[str, np.ndarray]:
@@ -217,6 +221,7 @@ def readouts(one: dict, results: dict) -> str:
     rows = []
     for arm in ["base", *one["arms"]]:
         found = [results[arm, seed] for seed in seeds_of(results, arm)]
+        found = [result for result in found if "readouts" in result]
         if not found:
             continue
         cells = []
@@ -227,7 +232,7 @@ def readouts(one: dict, results: dict) -> str:
         of_val = [last_numbers(r)["test_val"] for r in found]
         cells += [ranged([n[key] for n in of_val], 1) for key in ("parsed_pct", "mean_tokens")]
         rows.append([arm, *cells])
-    return table(["arm", *(name for name, _, _ in COLUMNS), "parsed val", "tokens val"], rows)
+    return table(["arm", *(name for name, _, _ in COLUMNS), "parsed val", "tokens val"], rows) if rows else ""
 
 
 def last_numbers(result: dict) -> dict[str, dict]:
@@ -315,11 +320,13 @@ def page(data: dict[str, Any], pictures: Path) -> str:
     if len(rows) > 1:
         raise SystemExit(f"report.py: results on {sorted(rows)} rows of {', '.join(SETS)} cannot be compared")
     tested = {len(bits) for r in results.values() for bits in r["models"]["submission"]["rows"].values()}
-    parts = [INTRODUCTION.format(steps=data["max_steps"], rows=" or ".join(map(str, sorted(tested))))]
+    counts = {"steps": data["max_steps"], "rows": " or ".join(map(str, sorted(tested)))}
+    parts = [INTRODUCTION.format(about=data["about"], **counts)]
     if (findings := pictures / "findings.md").exists():
         parts.append(f"## Findings\n\n{findings.read_text().strip()}")
+    read_out = [r["readouts"] for r in results.values() if "readouts" in r]
     chances = {
-        part: np.mean([c for r in results.values() if (c := r["readouts"][part]["chance"]) is not None] or 0)
+        part: np.mean([c for r in read_out if (c := r[part]["chance"]) is not None] or 0)
         for part in ("printed", "numbering test_val", "numbering test_ood")
     }
     for number, one in enumerate(data["sets"]):
@@ -332,7 +339,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
             one, results, {a: against(results, a, one["reference"]) for a in one["arms"]}, pictures
         )
         parts += [f"![{title}: {about}]({pictures.name}/{file.name})" for about, file in drawn]
-        if number == 0:
+        if number == 0 and read_out:
             parts.append(READOUTS.format(*chances.values()))
         parts += [readouts(one, results), cost(one, results), budgets(one, results)]
     parts.append(gate(data))

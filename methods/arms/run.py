@@ -2,10 +2,10 @@
 
     python methods/arms/run.py --arms objectives --jobs 2 --out methods/demo/runs/arms --machine "2 CPU cores"
 
-Each arm starts from the demo's base, on the demo's rows in the same order, once for each seed. A job is a
-process of one thread. Finished jobs are not run again: the same command goes on where it was stopped. A job
-that fails is shown, and the others go on. OUT/results.json is written anew after each; report.py makes the
-tables and plots of it.
+Each arm starts from its set's base (the demo's, if it names no other), on the same rows in the same order,
+once for each seed. A job is a process of one thread. Finished jobs are not run again: the same command goes
+on where it was stopped. A job that fails is shown, and the others go on. OUT/results.json is written anew
+after each; report.py makes the tables and plots of it.
 """
 
 import argparse
@@ -57,9 +57,10 @@ class Job:
 def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
     """The base, then every arm with every seed: what stands first in the sets is run first, seed after seed
     of an arm. An arm of several sets is run once."""
-    shared = shared_flags(args)
+    shared, study = shared_flags(args), sets[0].study
     about = {
-        "max_steps": args.max_steps, "test_limit": args.test_limit, "readout_rows": args.readout_rows
+        "max_steps": args.max_steps, "test_limit": args.test_limit, "readout_rows": args.readout_rows,
+        "base": str(study.base), "data": str(study.data), "gpu": study.gpu,
     }  # fmt: skip
     jobs = [Job(args.out / "base/seed_0", {"arm": "base", "kind": "base", "seed": 0} | about)]
     known: dict[str, plan.Arm] = {}
@@ -72,16 +73,23 @@ def make_jobs(sets: list[ArmSet], args: argparse.Namespace) -> list[Job]:
         for seed in args.seeds:
             folder = args.out / arm.name / f"seed_{seed}"
             todo = {"arm": arm.name, "kind": arm.kind, "seed": seed} | about
-            start = model_of(args.out, arm.after, seed) if arm.after else plan.BASE
+            start = model_of(args.out, arm.after, seed) if arm.after else study.base
             if arm.after:
                 todo["after"] = arm.after
             if arm.kind == "sft":
-                budget = {"steps": args.max_steps} if arm.as_many_rows else {"as_long_as": reference}
-                todo |= budget | {"column": arm.column, "start": str(start)}
+                todo |= budget(arm, args.max_steps, reference)
+                todo |= {"column": arm.column, "start": str(start), "sft": study.sft}
             else:
-                todo["command"] = plan.command_line(arm, seed, shared, folder / "run", start)
+                todo["command"] = plan.command_line(arm, seed, shared, folder / "run", study, start)
             jobs.append(Job(folder, todo))
     return jobs
+
+
+def budget(arm: plan.Arm, max_steps: int, reference: str) -> dict[str, Any]:
+    """Of an arm of SFT."""
+    if arm.seconds:
+        return {"budget": arm.seconds}
+    return {"steps": max_steps} if arm.as_many_rows else {"as_long_as": reference}
 
 
 def model_of(out: Path, arm: str, seed: int) -> Path:
@@ -167,11 +175,9 @@ def next_job(waiting: list[Job], took: dict[str, float], guess: float, left: flo
 
 def start(job: Job) -> None:
     command = [sys.executable, Path(__file__).with_name("job.py"), job.folder]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not job.todo.get("gpu"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     print(f"start  {job.name}", flush=True)
     job.started = time.monotonic()
     with (job.folder / "log.txt").open("w") as log:
@@ -227,6 +233,7 @@ def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> di
                     refused[f"{name}, seed {seed}"] = str(fault)
     kept = [slim(done) for (name, seed), done in results.items() if f"{name}, seed {seed}" not in refused]
     return {
+        "about": sets[0].study.about,
         "commit": args.commit or commit(), "date": datetime.date.today().isoformat(), "machine": args.machine,
         "command": f"python methods/arms/run.py {shlex.join(shown_arguments())}",
         "sets": [
@@ -244,7 +251,8 @@ def collect(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace) -> di
 
 def slim(done: dict[str, Any]) -> dict[str, Any]:
     """Without what names folders of the machine."""
-    return {key: value for key, value in done.items() if key not in ("identity", "command", "start")}
+    places = ("identity", "command", "start", "base", "data")
+    return {key: value for key, value in done.items() if key not in places}
 
 
 def shown_arguments() -> list[str]:
@@ -267,13 +275,24 @@ def write_results(sets: list[ArmSet], jobs: list[Job], args: argparse.Namespace)
     return collected
 
 
-def draw_data() -> None:
-    if not plan.DATA.exists():
-        part = plan.DATA.with_name("data.part")
-        command = [sys.executable, plan.DEMO / "draw.py", "--out", part]
+def draw_data(study: plan.Study) -> None:
+    if not study.data.exists():
+        part = study.data.with_name("data.part")
+        command = [sys.executable, study.recipe.with_name("draw.py"), "--out", part]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-        part.rename(plan.DATA)
+        part.rename(study.data)
+
+
+def one_study(sets: list[ArmSet]) -> plan.Study:
+    """Raises Refused where sets have nothing in common, or their base is not there."""
+    study = sets[0].study
+    for arms in sets[1:]:
+        if arms.study != study:
+            raise Refused(f"{arms.name} is of another study than {sets[0].name}; run it with another --out")
+    if not study.base.exists():
+        raise Refused(f"{study.base} does not exist; {study.recipe.parent}/README.md says how it is made")
+    return study
 
 
 def check(args: argparse.Namespace) -> None:
@@ -282,8 +301,8 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise Refused(f"--{name} {value}: set a number above 0")
-    if args.readout_rows < 4:
-        raise Refused(f"--readout_rows {args.readout_rows}: set 4 or more, of which the probes take a share")
+    if args.readout_rows and args.readout_rows < 4:
+        raise Refused(f"--readout_rows {args.readout_rows}: set 0, or 4 or more: the probes take a share")
     if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
         raise Refused(f"--seeds {' '.join(map(str, args.seeds))}: set different numbers, 0 or more")
 
@@ -299,7 +318,7 @@ def parse() -> argparse.Namespace:
     add("--eval_steps", type=int, default=20, help="updates between two validations")
     add("--eval_limit", type=int, default=100, help="validation rows of each set while training")
     add("--test_limit", type=int, help="rows of each test set (default: all 500)")
-    add("--readout_rows", type=int, default=200, help="rows of test_val that the readouts use")
+    add("--readout_rows", type=int, default=200, help="rows of test_val that the readouts use; 0: none")
     add("--wall", type=float, help="seconds within which everything has ended")
     add("--job_seconds", type=float, default=150, help="what a job takes, until some have shown it")
     add("--machine", default="unknown", help="what it runs on, in words, for the report")
@@ -318,7 +337,7 @@ def main() -> int:
         sets = [plan.load_set(name) for name in args.arms]
         if unknown := set(args.only or ()) - {"base"}.union(*(arms.arms for arms in sets)):
             raise Refused(f"--only {sorted(unknown)[0]} is no arm of {' '.join(args.arms)}")
-        draw_data()
+        draw_data(one_study(sets))
         for arms in sets:
             plan.check_flags(arms, shared_flags(args))
         jobs = make_jobs(sets, args)

@@ -17,6 +17,7 @@ import io
 import multiprocessing
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,9 +226,11 @@ def demonstration(matching: list[Thing]) -> str:
     return f"<think> {counted} </think> <answer> {len(matching)} </answer>"
 
 
-def draw_row(name: str, seed: int, row: int) -> tuple[dict, list[Thing]]:
+def draw_row(
+    name: str, seed: int, row: int, sets: dict[str, Set] = SETS, render: Callable = render
+) -> tuple[dict, list[Thing]]:
     """Row `row` of a set as its columns, and the scene behind it."""
-    spec = SETS[name]
+    spec = sets[name]
     rng = random.Random(f"{seed} {name} {row}")
     caption = rng.random() < spec.captions
     things = draw_scene(rng, spec, caption)
@@ -251,18 +254,26 @@ def draw_row(name: str, seed: int, row: int) -> tuple[dict, list[Thing]]:
     return columns, things
 
 
-def _draw_rows(job: tuple[str, int, int, int]) -> list[dict]:
-    name, seed, start, stop = job
+def _draw_rows(job: tuple[Callable, str, int, int, int]) -> list[dict]:
+    draw_row, name, seed, start, stop = job
     return [draw_row(name, seed, row)[0] for row in range(start, stop)]
 
 
-def draw_sets(names: list[str], seed: int, out: Path, processes: int) -> None:
+def draw_sets(
+    names: list[str],
+    seed: int,
+    out: Path,
+    processes: int,
+    sets: dict[str, Set] = SETS,
+    draw_row: Callable = draw_row,
+) -> None:
     """Draw the sets and save each as out/name (datasets' save_to_disk)."""
     block = 100
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for name in names:
-            rows = SETS[name].rows
-            jobs = [(name, seed, start, min(start + block, rows)) for start in range(0, rows, block)]
+            rows = sets[name].rows
+            starts = range(0, rows, block)
+            jobs = [(draw_row, name, seed, start, min(start + block, rows)) for start in starts]
             with tqdm(total=rows, desc=f"drawing {name}", unit="row") as bar:
                 drawn: list[dict] = []
                 for part in pool.imap(_draw_rows, jobs):
@@ -272,17 +283,15 @@ def draw_sets(names: list[str], seed: int, out: Path, processes: int) -> None:
             Dataset.from_list(drawn, features=features).save_to_disk(out / name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(about: str, sets: dict[str, Set], draw_row: Callable) -> None:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that receives one folder a set")
-    parser.add_argument("--only", nargs="+", choices=list(SETS), default=RUN_SETS, metavar="SET")
+    parser.add_argument("--only", nargs="+", choices=list(sets), default=RUN_SETS, metavar="SET")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    draw_sets(args.only, args.seed, args.out, args.processes)
+    draw_sets(args.only, args.seed, args.out, args.processes, sets, draw_row)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, SETS, draw_row)

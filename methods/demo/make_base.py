@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import torch
-from draw import draw_row, draw_sets
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -26,6 +25,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+from methods.demo.draw import draw_row, draw_sets
 from open_r1.protocol import EVAL_TEMPLATE, TRAIN_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,10 +80,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def make_processor() -> Qwen2VLProcessor:
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLProcessor:
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=1280 * 28 * 28),
-        tokenizer=make_tokenizer(),
+        tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(),
         chat_template=CHAT_TEMPLATE,
     )
@@ -137,7 +137,7 @@ def main() -> None:
 
     if not (args.work / "data/base").exists():
         draw_sets(["base"], args.seed, args.work / "data", args.processes)
-    processor = make_processor()
+    processor = make_processor(make_tokenizer())
     random_model, trained = args.work / "random", args.work / "trained"
     make_model(processor, args.seed).save_pretrained(random_model)
     processor.save_pretrained(random_model)

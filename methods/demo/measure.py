@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl import ModelConfig
 
@@ -37,14 +38,18 @@ def grpo(seed: int) -> tuple[dict, dict, float]:
     return report.read(out / "before"), report.read(out / "after"), seconds
 
 
-def continue_sft(column: str, steps: int, out: Path, seed: int = 42, base: Path = DEMO / "base") -> float:
+def continue_sft(
+    column: str, steps: int, out: Path, seed: int = 42, base: Path = DEMO / "base",
+    rows: Path = WORK / "data/train", **settings: Any,
+) -> float:  # fmt: skip
     """SFT of `base` on a column of the training rows; the seconds it trained."""
-    recipe = sft.DemonstrationArguments(dataset_name=str(WORK / "data/train"), completion_column=column)
-    args = sft.SFTArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=16, learning_rate=5e-4,
-        lr_scheduler_type="linear", warmup_steps=5, adam_beta2=0.99, weight_decay=0, dataloader_num_workers=1,
-        use_cpu=True, logging_steps=50, seed=seed,
-    )  # fmt: skip
+    recipe = sft.DemonstrationArguments(dataset_name=str(rows), completion_column=column)
+    usual = {
+        "per_device_train_batch_size": 16, "learning_rate": 5e-4, "lr_scheduler_type": "linear",
+        "warmup_steps": 5, "adam_beta2": 0.99, "weight_decay": 0, "dataloader_num_workers": 1,
+        "use_cpu": True, "logging_steps": 50,
+    }  # fmt: skip
+    args = sft.SFTArguments(output_dir=str(out), max_steps=steps, seed=seed, **usual | settings)
     trainer = sft.run(recipe, args, ModelConfig(model_name_or_path=str(base)))
     return trainer.state.log_history[-1]["train_runtime"]
 
