@@ -440,8 +440,8 @@ def test_the_probe_tells_binding_from_a_liking(tmp_path):
     assert (found["right"], found["both"], found["a_label"]) == (50, 0, 100)
 
 
-@pytest.mark.parametrize("page", sorted(report.DOCS.glob("evidence.md")))
+@pytest.mark.parametrize("page", [*report.DOCS.glob("evidence.md"), *plan.ROOT.glob("methods/*/evidence.md")])
 def test_the_evidence_is_what_the_json_files_say(page, tmp_path):
-    files = [json.loads(path.read_text()) for path in sorted((report.DOCS / "evidence").glob("*.json"))]
-    shutil.copytree(report.DOCS / "evidence", tmp_path / "evidence")
+    files = [json.loads(path.read_text()) for path in sorted((page.parent / "evidence").glob("*.json"))]
+    shutil.copytree(page.parent / "evidence", tmp_path / "evidence")
     assert page.read_text() == report.page(report.merge(files), tmp_path / "evidence")
