@@ -25,8 +25,9 @@ from .checkpoint import (
     tensor_slots,
     weight_files,
 )
+from .images import first_line
 from .protocol import EVAL_TEMPLATE, conversation
-from .rollout import end_tokens, unsupported
+from .rollout import unsupported
 
 Found = tuple[list[str], list[str]]  # lines, faults
 # Settings of a generation_config that only sampling reads, with the values that leave it as it is.
@@ -37,9 +38,16 @@ SAMPLING_SETTINGS = {
 
 
 def check_config(base: Path) -> Qwen2VLConfig:
-    """The configuration. Raises ValueError for another kind of model, or none."""
+    """The configuration. Raises ValueError for another kind of model, or none, and where no model can be made
+    of it."""
     refuse_other_kinds(base)
-    return Qwen2VLConfig.from_pretrained(base)
+    try:
+        config = Qwen2VLConfig.from_pretrained(base)
+        parameter_shapes(config)
+    except Exception as error:  # whatever a value of another kind, or below 1, leads to
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"no model can be made of {base}/config.json ({reason}); copy it again") from error
+    return config
 
 
 # --- Weights
@@ -149,8 +157,17 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
         settings = GenerationConfig.from_pretrained(base)
     except OSError:  # as from_pretrained of the model does
         settings = GenerationConfig.from_model_config(config)
+    except Exception as error:  # a setting of another kind than it should be
+        return [], [_not_used(base, first_line(error))]
+    ends, vocabulary = settings.eos_token_id, config.get_text_config().vocab_size
+    ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+    if not all(isinstance(one, int) and 0 <= one < vocabulary for one in ends):
+        return [], [_not_used(base, f"eos_token_id {settings.eos_token_id} is none of {vocabulary:,} tokens")]
+    for name in (*SAMPLING_SETTINGS, "repetition_penalty", "num_beams"):
+        if not isinstance(value := getattr(settings, name, None), int | float | None):
+            return [], [_not_used(base, f"{name} {value!r} is no number")]
     faults = []
-    if not end_tokens(settings):
+    if not ends:
         faults.append(
             f"{base}/generation_config.json names no eos_token_id: completions would never end; set it there"
         )
@@ -176,6 +193,10 @@ def check_generation(base: Path, config: Qwen2VLConfig, args: GRPOArguments) -> 
     return lines, faults
 
 
+def _not_used(base: Path, reason: str) -> str:
+    return f"{base}/generation_config.json cannot be used ({reason}); take the public model's"
+
+
 # --- Chat template
 
 
@@ -187,7 +208,7 @@ def check_template(base: Path, processor: Qwen2VLProcessor) -> Found:
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         bare = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     except Exception as error:  # none there, or what jinja raises for a broken one
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = first_line(error)
         return [], [f"{base} has no chat template that renders the grader's prompt ({reason})"]
     faults, where = [], f"the chat template of {base}"
     if text.count(processor.image_token) != 1:

@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import PIL.Image
+from torch import Tensor
 from transformers import AutoProcessor, Qwen2VLConfig, Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -32,8 +34,15 @@ def load_processor(
         raise DataError(f"{path} has no processor that loads ({reason}): {COPY_PROCESSOR}") from error
     if not isinstance(processor, Qwen2VLProcessor):
         raise DataError(f"{path} has a {type(processor).__name__}, no Qwen2VLProcessor: {COPY_PROCESSOR}")
-    if not processor.tokenizer("3")["input_ids"]:  # transformers makes up an empty one
+    try:
+        tokens, pixels = processor.tokenizer("3")["input_ids"], _pixels_of_one_image(processor)
+    except Exception as error:  # and hold values of any kind
+        reason = first_line(error)
+        raise DataError(f"{path} has a processor that fails ({reason}): {COPY_PROCESSOR}") from error
+    if not tokens:  # transformers makes up an empty one
         raise DataError(f"{path} has no tokenizer: {COPY_PROCESSOR}")
+    if not pixels.isfinite().all():
+        raise DataError(f"{path} has a processor that makes pixels which are not finite: {COPY_PROCESSOR}")
     processor.tokenizer.padding_side = "left"
     own = processor.image_processor.size["shortest_edge"], processor.image_processor.size["longest_edge"]
     low, high = own[0] if min_pixels is None else min_pixels, own[1] if max_pixels is None else max_pixels
@@ -49,6 +58,12 @@ def load_processor(
                 f"({own[0]} to {own[1]} pixels): training and grading then see different images."
             )
     return processor
+
+
+def _pixels_of_one_image(processor: Qwen2VLProcessor) -> Tensor:
+    side = smallest_side(processor)
+    image = PIL.Image.new("RGB", (side, side))
+    return processor.image_processor(images=[image], return_tensors="pt")["pixel_values"]  # [patches, values]
 
 
 def smallest_side(processor: Qwen2VLProcessor) -> int:

@@ -79,6 +79,39 @@ def test_another_kind_of_model(base, values, sentence):
         model_checks.check_config(base)
 
 
+@pytest.mark.parametrize(
+    "values, reason",
+    [
+        ({"hidden_size": "64"}, "Validation error for field 'hidden_size'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"vocab_size": -1}, "RuntimeError"),
+        ({"rope_theta": {}}, "TypeError"),
+        ({"rope_scaling": {"type": "weird", "mrope_section": [2, 3, 3]}}, "KeyError: 'weird'"),
+    ],
+)
+def test_a_configuration_of_which_no_model_can_be_made(base, values, reason):
+    change(base / "config.json", **values)
+    with pytest.raises(ValueError, match=f"no model can be made of .*config.json \\(.*{reason}"):
+        model_checks.check_config(base)
+
+
+@pytest.mark.parametrize(
+    "values, reason",
+    [
+        ({"eos_token_id": ["<|im_end|>"]}, "eos_token_id ['<|im_end|>'] is none of 320 tokens"),
+        ({"eos_token_id": 1e9}, "eos_token_id 1000000000.0 is none of 320 tokens"),
+        ({"eos_token_id": 320}, "eos_token_id 320 is none of 320 tokens"),
+        ({"top_p": []}, "top_p [] is no number"),
+        ({"repetition_penalty": "1.05"}, "repetition_penalty '1.05' is no number"),
+        ({"num_beams": "2"}, "num_beams '2' is no number"),
+        ({"pad_token_id": []}, "TypeError"),
+    ],
+)
+def test_generation_settings_of_another_kind(base, values, reason):
+    change(base / "generation_config.json", **values)
+    assert f"generation_config.json cannot be used ({reason}" in faults_of(base)
+
+
 def test_an_adapter_and_a_folder_without_config(base):
     (base / "config.json").unlink()
     with pytest.raises(ValueError, match="has no readable config.json"):
@@ -157,6 +190,22 @@ def test_a_processor_that_is_missing_or_of_another_model(base):
     assert "the tokenizer has 264 tokens and the model 200" in faults[1]
     (base / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="has no processor that loads"):
+        preflight.load_processor(base, None, None)
+
+
+@pytest.mark.parametrize(
+    "file, values, sentence",
+    [
+        ("preprocessor_config.json", {"min_pixels": "3136"}, "a processor that fails .TypeError"),
+        ("preprocessor_config.json", {"patch_size": 0}, "a processor that fails .ZeroDivisionError"),
+        ("preprocessor_config.json", {"image_mean": [0.5, 0.5]}, "a processor that fails .RuntimeError"),
+        ("preprocessor_config.json", {"image_std": 0}, "a processor that makes pixels which are not finite"),
+        ("tokenizer_config.json", {"model_max_length": "32768"}, "a processor that fails .TypeError"),
+    ],
+)
+def test_a_processor_with_values_of_another_kind(base, file, values, sentence):
+    change(base / file, **values)
+    with pytest.raises(ValueError, match=f"{sentence}.*: copy tokenizer, processor and chat template"):
         preflight.load_processor(base, None, None)
 
 
