@@ -51,6 +51,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         default=[env("VAL") or "/app/data/val", env("OOD_VAL") or "/app/data/ood_val"],
         help="folders of the data sets",
     )
+    parser.add_argument(
+        "--split", default="test", help="of sets that have several, as --dataset_test_split (default: test)"
+    )
     parser.add_argument("--limit", type=int, help="rows of each set, evenly spaced over it (default: all)")
     parser.add_argument(
         "--report_rows",
@@ -158,7 +161,7 @@ def answer(rank: int, world_size: int, args: argparse.Namespace, sets: dict[str,
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-    loaded = load_sets(sets)
+    loaded = load_sets(sets, args.split)
     try:
         selection.refuse_strange(args.report_rows, sets.values())
     except ValueError as error:
@@ -206,13 +209,13 @@ def make_folder(folder: str) -> None:
         raise Refused(f"--out {folder} cannot be made ({error.strerror}): set another.") from error
 
 
-def load_sets(sets: dict[str, str]) -> dict:
+def load_sets(sets: dict[str, str], split: str) -> dict:
     from open_r1.data import DataError, load_rows
 
     loaded = {}
     for name, folder in sets.items():
         try:
-            loaded[name] = load_rows(folder)
+            loaded[name] = load_rows(folder, split)
         except DataError as error:
             raise Refused(str(error)) from error
         except Exception as error:  # the libraries' own, for files that are damaged or empty

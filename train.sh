@@ -216,7 +216,7 @@ if [[ -n $dry_run ]] && ! is_off "$dry_run"; then
     exec "$PYTHON" "$script" "${recipe[@]}" "${machine[@]}" "$@"
 fi
 
-started=$(date +%s)
+started=$(date +%s.%N)
 # train FLAGS...: the run, from its newest checkpoint; leaves its exit code in `code`.
 train() {
     local launch=(
@@ -253,7 +253,7 @@ for attempt in 1 2; do
     more+=("${smaller[@]}")
     echo "train.sh: no memory was left: the run goes on from its newest complete checkpoint with smaller rows, attempt" \
         "$attempt of at most 2: ${more[*]}" >&2
-    started=$(date +%s)
+    started=$(date +%s.%N)
     train "$@" "${more[@]}"
 done
 "$PYTHON" "$ROOT/open_r1/status.py" "$OUT" "$started" "$code" # ends this script with the run's exit code, unless 0
@@ -276,6 +276,8 @@ fi
 
 sets=(${VAL:+"$VAL"} ${OOD_VAL:+"$OOD_VAL"})
 self_check=("$PYTHON" "$ROOT/selfcheck.py" --model "$SUBMISSION" --data "${sets[@]}" --out "$OUT/selfcheck")
+split=$(given dataset_test_split)
+[[ -z $split ]] || self_check+=(--split "$split")
 if [[ -n $passed ]]; then # too late for the training
     code=$(signal_code)
 else

@@ -112,14 +112,15 @@ def choose(candidates: dict[str, Outcome], level: float) -> str:
 # --- The rows
 
 
-def split(folders: list[str], share: float, seed: int) -> dict[str, dict[str, Any]]:
+def split(folders: list[str], share: float, seed: int, of: str = "test") -> dict[str, dict[str, Any]]:
     """{name of the folder: its number of rows, those that choose, those that report}; the same for the same
-    seed. Raises ValueError for a share that leaves a part empty and for two folders of one name."""
+    seed. `of` is the split of data sets that have several. Raises ValueError for a share that leaves a part
+    empty and for two folders of one name."""
     from open_r1.data import load_rows
 
     parts: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        name, total = Path(folder).resolve().name, len(load_rows(folder))
+        name, total = Path(folder).resolve().name, len(load_rows(folder, of))
         if name in parts:
             raise ValueError(f"{folder}: a data set {name} came before; rename one of the folders")
         chosen = round(share * total)
@@ -173,11 +174,14 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="the file to write")
     parser.add_argument("--share", type=float, default=0.5, help="of the rows, to choose by (default: 0.5)")
     parser.add_argument("--seed", type=int, default=0, help="of the split (default: 0)")
+    parser.add_argument(
+        "--split", default="test", help="of sets that have several, as --dataset_test_split (default: test)"
+    )
     args = parser.parse_args()
     try:
         if Path(args.out).exists():
             raise ValueError(f"--out {args.out} exists: what was split by it would no longer fit")
-        parts = split(args.folders, args.share, args.seed)
+        parts = split(args.folders, args.share, args.seed, args.split)
     except ValueError as refusal:
         print(f"selection.py: {refusal}", file=sys.stderr)
         return 2

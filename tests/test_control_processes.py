@@ -22,7 +22,7 @@ SCRIPT = r"""
 set -euo pipefail
 source "$ROOT/scripts/setup.sh"
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
-started=$(date +%s)
+started=$(date +%s.%N)
 run_stoppable "$PYTHON" "$ROOT/scripts/launch.py" --num_processes 2 --num_machines 1 \
     --main_process_port 0 --mixed_precision no --dynamo_backend no --use_deepspeed \
     --deepspeed_config_file "$ROOT/zero3.json" "$@"

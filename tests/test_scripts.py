@@ -228,7 +228,10 @@ def test_the_self_check_follows_the_flags(full_box: Box):
     full_box.run("--submission_dir", "mine", "--output_dir=logs")
     (check,) = full_box.calls_with("selfcheck.py")
     assert value(check, "--model") == "mine"
-    assert value(check, "--out") == "logs/selfcheck"
+    assert value(check, "--out") == "logs/selfcheck" and "--split" not in check
+    full_box.run("--dataset_test_split", "held_out")
+    (check,) = full_box.calls_with("selfcheck.py")
+    assert value(check, "--split") == "held_out"
 
 
 # --- how it is launched

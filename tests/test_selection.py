@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+from datasets import DatasetDict
 
 from open_r1 import selection
 from open_r1.curve import Curve
@@ -111,6 +112,10 @@ def test_what_chooses_never_reports(tmp_path, monkeypatch, capsys):
     refuse_strange(str(out), [str(folder), str(tmp_path / "val")])
     with pytest.raises(ValueError, match="splits ood_val, and not val"):
         refuse_strange(str(out), [str(tmp_path / "val")])
+    DatasetDict(train=table(), test=table().select(range(2))).save_to_disk(tmp_path / "both")
+    for more, rows in ((), 2), (("--split", "train"), 4):
+        assert run(tmp_path / "both", "--out", tmp_path / f"{rows}.json", *more) == 0
+        assert json.loads((tmp_path / f"{rows}.json").read_text())["both"]["rows"] == rows
     out.write_text("[]")
     with pytest.raises(ValueError, match="is no file of open_r1/selection.py"):
         rows_of(str(out), str(folder), 4)

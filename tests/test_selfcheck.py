@@ -190,6 +190,17 @@ def test_limit_takes_rows_evenly_spaced_and_equal_names_are_told_apart(model, da
     assert call(monkeypatch, *arguments) == 2  # somebody else's may not
 
 
+def test_of_several_splits_the_one_is_scored_that_training_validates_on(data):
+    from datasets import DatasetDict, load_from_disk
+
+    parts = {name: load_from_disk(data[folder]) for name, folder in (("train", "val"), ("test", "ood_val"))}
+    folder = data["val"].with_name("splits")
+    DatasetDict(parts).save_to_disk(folder)
+    loaded = {split: selfcheck.load_sets({"a": folder}, split)["a"] for split in ("test", "train")}
+    assert [len(loaded[split]) for split in ("test", "train")] == [4, 5]
+    assert selfcheck.parse([]).split == "test"
+
+
 def test_names_of_sets():
     assert selfcheck.name_sets(["/a/val", "/b/val/", "c/val", "/d/score"]) == {
         "val": "/a/val", "val_2": "/b/val/", "val_3": "c/val", "score_2": "/d/score",
