@@ -104,12 +104,14 @@ def _step(folder: Path) -> int:
 
 
 def _read_marker(folder: Path) -> dict | None:
-    """What mark_complete wrote for this very folder; None without it, and for a copy under another name."""
+    """What mark_complete wrote for this very folder; None without it, for a copy under another name, and for
+    what somebody else calls so."""
     try:
         marker = json.loads((folder / COMPLETE).read_bytes())
     except (OSError, ValueError):
         return None
-    return marker if marker.get("step") == _step(folder) else None
+    ours = isinstance(marker, dict) and {"step", "world_size", "files"} <= marker.keys()
+    return marker if ours and marker["step"] == _step(folder) else None
 
 
 def _sizes(folder: Path) -> dict[str, int]:

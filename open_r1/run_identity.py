@@ -220,13 +220,16 @@ def _moved(before: str, after: str) -> str:
 
 
 def read(out: Path) -> dict | None:
-    """OUT/run.json; None without one. ValueError when it cannot be read."""
+    """OUT/run.json; None without one. ValueError when it cannot be read, or somebody else wrote it."""
     try:
-        return json.loads((out / FILE).read_bytes())
+        found = json.loads((out / FILE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"{out / FILE} cannot be read ({error}); set another OUT") from error
+    if not (isinstance(found, dict) and {"run", "flags", "model", "data", "rewards"} <= found.keys()):
+        raise ValueError(f"{out / FILE} describes no run of this trainer; set another OUT")
+    return found
 
 
 def strangers(out: Path) -> list[str]:

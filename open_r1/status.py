@@ -79,9 +79,10 @@ def smaller(out: Path, since: float, attempt: int) -> list[str]:
 
 def _read(path: Path) -> dict | None:
     try:
-        return json.loads(path.read_bytes())
+        status = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):  # none, or not ours
         return None
+    return status if isinstance(status, dict) and {"cause", "time"} <= status.keys() else None
 
 
 def main() -> int:

@@ -48,6 +48,13 @@ def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path,
     assert shown[2].endswith("is skipped: global_step/rank0.pt has 50 of 100 bytes.")
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '{"step": 5}', '{"step": 5, "files": {}}', "done"])
+def test_a_file_of_that_name_which_somebody_else_wrote_is_no_marker(tmp_path, content, capsys):
+    (make_checkpoint(tmp_path, 5, complete=False) / "COMPLETE").write_text(content)
+    assert newest_complete(tmp_path) is None and "is skipped" in capsys.readouterr().out
+    assert own_checkpoints(tmp_path, None) == []
+
+
 def test_a_note_put_into_a_checkpoint_does_not_spoil_it(tmp_path):
     folder = make_checkpoint(tmp_path, 20)
     (folder / "notes.txt").write_text("good one")

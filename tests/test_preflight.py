@@ -444,7 +444,10 @@ def test_all_faults_come_together_and_only_a_run_that_starts_keeps_its_screen(
 def test_the_last_line_of_a_launched_run_names_what_failed(tmp_path):
     """status.json and those of ranks, in whatever order a folder lists them."""
     since = time.time()
-    assert "before its first update" in status.ending(tmp_path, since, 1)[0]
+    for nobodys in ("", "3", "[]", '{"time": 1e12}'):
+        (tmp_path / "status.json").write_text(nobodys)
+        assert "before its first update" in status.ending(tmp_path, since, 1)[0]
+        assert status.smaller(tmp_path, since, 1) == []
     status.write_status(tmp_path / "status.json", "running", "The run goes on.", None)
     assert status.ending(tmp_path, since, 1)[1] == status.DIED
     status.write_status(tmp_path / "status-rank1.json", "failed", "ValueError: no", 65, rank=1)

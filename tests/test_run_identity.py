@@ -166,6 +166,9 @@ def test_a_strangers_folder_is_refused(folder, tmp_path, name):  # noqa: F811
     with pytest.raises(ValueError, match=f"holds {name.partition('/')[0]} and no run.json"):
         run(folder, tmp_path / "out", "--dry_run", "true", "--max_steps", 2)
     assert path.read_text() == "{}"
+    (tmp_path / "out/run.json").write_text("{}")
+    with pytest.raises(ValueError, match="out/run.json describes no run of this trainer; set another OUT"):
+        run(folder, tmp_path / "out", "--dry_run", "true", "--max_steps", 2)
 
 
 def test_two_processes_do_not_write_into_one_folder(folder, tmp_path, capsys):  # noqa: F811
