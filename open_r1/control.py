@@ -39,6 +39,13 @@ class StopRun(Exception):
         self.cause, self.code = cause, code
 
 
+def wants_memory(error: Exception) -> bool:
+    """Whether a GPU had no memory left: for PyTorch, or, where that has reserved all, for what allocates
+    beside it (Triton, NCCL, cuBLAS, CUDA's graphs)."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "ALLOC_FAILED" in said
+
+
 class RunControl:
     """Signals, the deadline and patience of one run. `clock` gives seconds; `started` is when the process
     began."""
@@ -134,7 +141,8 @@ class RunControl:
         if self.limit and not self.cumulative:
             left = (self.limit - self.elapsed()) / 3600
             ways = [[*way, "--max_hours", f"{left:.3f}"] for way in ways] if left > 0 else []
-        message = f"Rank {self.rank} had no memory left: {str(error).partition(chr(10))[0]} "
+        reason = str(error).partition("\n")[0].rstrip(".")
+        message = f"Rank {self.rank} had no memory left: {reason}. "
         message += f"Set {' '.join(ways[0])}." if ways else "No flag makes the rows smaller."
         if self.began:
             status = self.failure_file.with_name("status.json")

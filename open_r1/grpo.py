@@ -34,7 +34,7 @@ from open_r1.arguments import GRPOArguments, ModelArguments, RecipeArguments
 from open_r1.callbacks import BadRowWatch, HoursPlan, JsonLog, StepLine, TensorBoard
 from open_r1.checkpoint import load_policy
 from open_r1.complete import own_checkpoints
-from open_r1.control import RunControl, StopRun
+from open_r1.control import RunControl, StopRun, wants_memory
 from open_r1.data import PromptEncoder
 from open_r1.data_checks import BackgroundDecode
 from open_r1.disk import checkpoint_bytes
@@ -140,13 +140,13 @@ def main() -> None:
     except (ValueError, RewardError) as refusal:  # sentences for the user, not faults of the code
         control.report_failure(refusal, REWARD if isinstance(refusal, RewardError) else FAILED)
         sys.exit(f"grpo.py: {refusal}")
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not wants_memory(error):
+            control.report_failure(error, FAILED)
+            raise
         # Other ranks may wait in a collective for this one: nothing can be done together any more.
         print(f"grpo.py: {control.report_no_memory(error, args)}", file=sys.stderr, flush=True)
         sys.exit(NO_MEMORY)
-    except Exception as error:
-        control.report_failure(error, FAILED)
-        raise
 
 
 def run(

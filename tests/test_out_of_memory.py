@@ -106,6 +106,7 @@ def test_train_sh_goes_on_with_smaller_rows(folder):  # noqa: F811
     assert len(again) == 2 and f"attempt 1 of at most 2: {rows} --max_hours 8.9" in again[0]
     assert "--gradient_checkpointing true" in again[1]
     assert "grpo.py: Rank 0 had no memory left: CUDA out of memory. Tried to allocate 2.00 GiB. Set" in shown
+    assert "grpo.py: Rank 0 had no memory left: Triton Error [CUDA]: out of memory. Set" in shown
     assert shown.count("goes on from ") >= 2 and "--prompts_per_row 2 -> 1" in shown
     assert [line["step"] for line in lines(run.out / "logs.jsonl") if "loss" in line] == [1, 2]
     names = ("checkpoint-1", "checkpoint-2")
