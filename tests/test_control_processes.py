@@ -34,6 +34,8 @@ exit 0
 class Run:
     """The script above with the processes it started."""
 
+    started: list[subprocess.Popen] = []
+
     def __init__(self, folder: Path, name: str, *flags, fault: str = ""):  # noqa: F811
         self.out, self.result = folder / name, folder / f"{name}.pt"
         env = os.environ | {"ROOT": str(ROOT), "PYTHON": sys.executable, "OUT": str(self.out)}
@@ -46,6 +48,7 @@ class Run:
             ["bash", "-c", SCRIPT, "train.sh", *map(str, arguments)],
             env=env, cwd=ROOT, stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
+        Run.started.append(self.bash)
 
     def launcher(self) -> int:
         """The process of accelerate launch."""
@@ -70,6 +73,17 @@ class Run:
 
     def last_line(self) -> str:
         return self.log.read_text().splitlines()[-1]
+
+
+@pytest.fixture(autouse=True)
+def none_goes_on():
+    """A test that fails leaves no run of a thousand updates beside those that follow."""
+    yield
+    for bash in Run.started:
+        if bash.poll() is None:
+            for process in [*children(bash.pid), bash.pid]:
+                os.kill(process, signal.SIGKILL)
+    Run.started.clear()
 
 
 def children(process: int) -> list[int]:
@@ -165,6 +179,7 @@ def train_sh(folder: Path, name: str, *flags) -> Run:  # noqa: F811
         env=os.environ | {k: str(v) for k, v in settings.items()},
         stdout=run.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    Run.started.append(run.bash)
     return run
 
 

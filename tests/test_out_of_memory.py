@@ -15,7 +15,7 @@ from open_r1.complete import complete_marker
 from open_r1.rollout import FastEngine
 from open_r1.sampling import Sampling, sampling_keys
 from tests.prompts import make_prompts
-from tests.test_control_processes import Run, train_sh
+from tests.test_control_processes import Run, none_goes_on, train_sh  # noqa: F401 (a fixture)
 from tests.test_distributed import folder  # noqa: F401 (a fixture)
 from tests.test_grpo import lines
 from tests.tiny import tiny_model, tiny_processor
