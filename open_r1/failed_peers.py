@@ -2,7 +2,7 @@
 
 The launcher sends it SIGTERM, but Python runs a handler between two of its own instructions, and a rank that
 waits for a GPU in a collective never comes to the next one. What a signal writes to a pipe is written at
-once, and a thread reads it. Without it the launcher would wait as long as it leaves ranks for saving.
+once, and a thread reads it. Without it the launcher would wait for half a minute, and then kill the rank.
 """
 
 import os
