@@ -45,6 +45,21 @@ def test_the_pages_have_commands():
     assert "bash train.sh" in ALL and "bash test.sh" in ALL and any("selfcheck.py" in c for c in ALL)
 
 
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_pages_link_to_what_exists(page):
+    gone = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not gone, gone
+
+
+def test_the_recipes_name_pages_that_exist():
+    scripts = [ROOT / "train.sh", *ROOT.glob("methods/*/train.sh")]
+    named = {name for script in scripts for name in re.findall(r"[\w./]+\.md", script.read_text())}
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_the_pages_name_flags_that_exist():
     programs = [*ROOT.glob("*.py"), *ROOT.glob("methods/**/*.*"), *ROOT.glob("benchmarks/*.py")]
     programs += [*ROOT.glob("open_r1/*.py"), *ROOT.glob("*.sh"), *ROOT.glob("tools/*.py")]
