@@ -20,7 +20,6 @@ from tests.tiny import save_public_form
 NUM_ROWS = 64
 QUESTION = "How many items are there in the image?"
 MIXED_SIZES = [(480, 320), (320, 480), (448, 448), (640, 480), (224, 224)]
-NEVER = -1  # as an end-of-sequence token: no completion ends before its full length, on either side
 
 
 def picture(seed: int, width: int, height: int) -> bytes:
@@ -63,9 +62,11 @@ def make(settings: Settings) -> None:
         unfinished.rename(settings.base)
     if not (settings.rows / "state.json").exists():
         make_rows(settings)
-    vocabulary = json.loads((settings.base / "config.json").read_text())["vocab_size"]
+    config = json.loads((settings.base / "config.json").read_text())
     # In a flat run every hundredth token ends a completion: lengths of all kinds, 100 on average.
-    set_ends(settings.base, list(range(50, vocabulary, 100)) if settings.flat else [NEVER])
+    # Else a placeholder does, which no side samples: every completion has its full length.
+    every_hundredth = list(range(50, config["vocab_size"], 100))
+    set_ends(settings.base, every_hundredth if settings.flat else [config["video_token_id"]])
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class GenerateEngine(Engine):
             pixel_values=torch.cat([p.pixel_values for p in prompts]).to(device),
             image_grid_thw=torch.cat([p.image_grid_thw for p in prompts]).to(device),
             do_sample=False,
+            suppress_tokens=self.placeholders,  # as the product does; one of them stands as the end
             max_new_tokens=sampling.max_new_tokens,
         )
         token_ids = output[:, ids.shape[1] :].cpu()
