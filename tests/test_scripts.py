@@ -437,7 +437,7 @@ def test_methods_main_is_the_same_run_from_any_directory(full_box: Box, tmp_path
 
 def timeless(calls: list[list[str]]) -> list[list[str]]:
     """status.py is also told the second at which the run began."""
-    return [["the second" if re.fullmatch(r"\d{10}", part) else part for part in call] for call in calls]
+    return [["the second" if re.fullmatch(r"\d{10}\.\d+", part) else part for part in call] for call in calls]
 
 
 @pytest.mark.parametrize("name", METHODS)
