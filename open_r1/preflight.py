@@ -38,7 +38,6 @@ from .rounds import check_round, validation_rows
 from .token_weights import TokenWeights, check_token_weights
 
 WIDTH, LABEL = 100, 13  # columns of the screen, and of the names at its left
-SURVEYED = 5_000  # rows whose answers, images and prompts are measured; all are checked before
 # What the user calls a thing that a check needs.
 WORDS = dict.fromkeys(("config", "parameters", "weights", "start_from"), "model")
 WORDS |= dict.fromkeys(("rows", "facts"), "train")
@@ -65,8 +64,7 @@ class Run:
     data: CountingData | None = None
     validation_sets: dict[str, CountingData] = field(default_factory=dict)
     rows: list[int] | None = None  # of data: those to train on
-    surveyed: list[int] | None = None  # of these rows
-    facts: list[data_survey.RowFacts] | None = None  # about the surveyed rows
+    facts: list[data_survey.RowFacts] | None = None  # about each of them
     eval_facts: list[data_survey.RowFacts] = field(default_factory=list)  # about the validation rows
     longest: dict[str, int] = field(default_factory=dict)  # the row with the longest prompt of each set
     rewards: list[Reward] | None = None
@@ -259,12 +257,9 @@ def check_training_rows(run: Run) -> Found:
 
 
 def check_answers(run: Run) -> Found:
-    run.surveyed = [run.rows[i] for i in validation.pick_rows(len(run.rows), SURVEYED)]
-    run.facts = data_survey.row_facts(run.data, run.processor, run.surveyed)
-    run.longest["train"] = data_survey.longest_row(run.surveyed, run.facts)
-    lines, faults = data_survey.check_answers(run.facts)
-    some = f"(this and the next two of {len(run.facts):,} rows, evenly spaced)"
-    return lines + [some] * (len(run.facts) < len(run.rows)), faults
+    run.facts = data_survey.row_facts(run.data, run.processor, run.rows)
+    run.longest["train"] = data_survey.longest_row(run.rows, run.facts)
+    return data_survey.check_answers(run.facts)
 
 
 def check_images(run: Run) -> Found:
@@ -274,7 +269,7 @@ def check_images(run: Run) -> Found:
 def check_prompts(run: Run) -> Found:
     limit = run.config.get_text_config().max_position_embeddings
     room = run.args.max_completion_length
-    return data_survey.check_prompts(run.data, run.surveyed, run.facts, limit, room)
+    return data_survey.check_prompts(run.data, run.rows, run.facts, limit, room)
 
 
 def check_validation_rows(run: Run) -> Found:
@@ -286,7 +281,7 @@ def check_validation_rows(run: Run) -> Found:
             first = "; ".join(f"row {one.index}: {one.reason}" for one in bad[:10])
             faults.append(f"{len(bad)} rows of {name} cannot be used: repair them ({first})")
         else:
-            looked_at = validation.pick_rows(len(data), min(SURVEYED, run.args.eval_limit or SURVEYED))
+            looked_at = validation.pick_rows(len(data), run.args.eval_limit)
             facts = data_survey.row_facts(data, run.processor, looked_at)
             run.eval_facts += facts
             run.longest[name] = data_survey.longest_row(looked_at, facts)

@@ -270,15 +270,13 @@ def test_the_facts_are_those_of_the_encoded_prompts(tmp_path):
     assert data_survey.check_prompts(data, order, facts, 4096, 256)[1] == []
 
 
-def test_a_large_set_is_measured_on_rows_spread_over_it(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(preflight, "SURVEYED", 2)
+def test_less_than_an_epoch(folder, tmp_path, capsys):  # noqa: F811
     table(solutions=[1, 2, 8, 4]).save_to_disk(tmp_path / "train")
     asked = ("--dataset_name", tmp_path / "train", "--num_train_epochs", 0.1, "--dry_run", "true")
     run(folder, tmp_path / "out", *asked)
     shown = capsys.readouterr().out
     assert "1 update, 1 a rollout: 0.50 epochs" in shown  # a tenth of four rows is none
-    assert "answers      1:50% 8:50%, above six 50% of the rows" in shown
-    assert "(this and the next two of 2 rows, evenly spaced)" in shown and "4 of 4 rows used" in shown
+    assert "answers      1:25% 2:25% 4:25% 8:25%, above six 25% of the rows" in shown
 
 
 def test_rows_without_images_answers_or_columns(folder, tmp_path):  # noqa: F811
