@@ -44,10 +44,22 @@ def check_config(base: Path) -> Qwen2VLConfig:
     try:
         config = Qwen2VLConfig.from_pretrained(base)
         parameter_shapes(config)
+        _check_rope(config.get_text_config())
     except Exception as error:  # whatever a value of another kind, or below 1, leads to
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"no model can be made of {base}/config.json ({reason}); copy it again") from error
     return config
+
+
+def _check_rope(text) -> None:
+    """Raises ValueError for rotary settings that a model is made of, and that fail or give NaN in its first
+    forward pass."""
+    rope, half = text.rope_parameters, text.hidden_size // text.num_attention_heads // 2
+    theta, sections = rope["rope_theta"], rope["mrope_section"]
+    if not 0 < theta < float("inf"):
+        raise ValueError(f"rope_theta {theta} is not above 0")
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != half:
+        raise ValueError(f"mrope_section {sections} is not three parts of the {half} angles of a head")
 
 
 # --- Weights
