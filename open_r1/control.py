@@ -198,7 +198,8 @@ class RunControl:
             raise StopRun("deadline", "Stopped by --max_hours, in time for the last validation and save.")
         if impatient:
             self.patience = None
-            raise StopRun("patience", f"Stopped by --patience: {self.stale} validations were no better.")
+            what = "1 validation was" if self.stale == 1 else f"{self.stale} validations were"
+            raise StopRun("patience", f"Stopped by --patience: {what} no better.")
         if collapsed:
             raise StopRun("collapse", f"Stopped by --collapse_watch: {self.collapse}.")
 

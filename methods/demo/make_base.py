@@ -125,6 +125,14 @@ SFT_FLAGS = {
 }  # fmt: skip
 
 
+def copy_model(trained: Path, out: Path) -> None:
+    """What makes a model, without what its training left beside it."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in trained.iterdir():
+        if file.suffix in (".json", ".jinja", ".safetensors"):
+            shutil.copyfile(file, out / file.name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -147,10 +155,7 @@ def main() -> None:
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
     subprocess.run([sys.executable, str(ROOT / "open_r1/sft.py"), *words], check=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for file in trained.iterdir():
-        if file.suffix in (".json", ".jinja", ".safetensors"):
-            shutil.copyfile(file, args.out / file.name)
+    copy_model(trained, args.out)
 
 
 if __name__ == "__main__":

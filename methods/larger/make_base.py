@@ -8,14 +8,13 @@ show how to count, on scenes that mostly hold few. Weights are made, never shipp
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from trl import ModelConfig
 
-from methods.demo.make_base import make_processor
+from methods.demo.make_base import copy_model, make_processor
 from methods.larger import text_tower
 from methods.larger.gguf import GGUF
 from open_r1 import sft
@@ -74,10 +73,7 @@ def main() -> None:
     how = {"model": start, "rows": args.rows, "out": trained, "seed": args.seed, "workers": args.workers}
     steps = round(60 * args.minutes * PROBE / cold_start(steps=PROBE, **how))
     print(f"{cold_start(steps=steps, **how):.0f} s for {steps} steps", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    for file in trained.iterdir():
-        if file.suffix in (".json", ".jinja", ".safetensors"):
-            shutil.copyfile(file, args.out / file.name)
+    copy_model(trained, args.out)
 
 
 if __name__ == "__main__":
