@@ -54,7 +54,7 @@ recipe=(
     --warmup_steps 5
     --max_steps 400                 # about four minutes on two idle cores
     --max_completion_length 48      # nine objects counted through take 24 tokens
-    --oversample 1                  # on a CPU rollouts are most of an update
+    --oversample 1                  # on a CPU rollouts are most of an update: it takes 1.8 times as long (docs/evidence.md)
     --adam_beta2 0.99               # 400 updates are short for a memory of 1,000
     --prompts_per_row 4             # four rows of 4 prompts
     --max_grad_norm 1
