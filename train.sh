@@ -147,7 +147,7 @@ recipe=(
 
     # The group.
     --num_generations 8             # completions of a prompt, compared with each other
-    --oversample 2                  # twice the prompts are rolled out; kept are groups that vary (docs/evidence.md: +3)
+    --oversample 2                  # twice the prompts are rolled out; kept are groups that vary (docs/evidence.md: +3 in as many updates)
     --max_completion_length 256     # where the grader cuts
     --temperature 1.0               # sample from the very policy that is trained
     --top_p 1.0                     # likewise: with a cut tail the two would differ
@@ -166,7 +166,7 @@ recipe=(
     --max_steps "$max_steps"        # 9,600 prompts, of 19,200 rolled out; a starting value
     --max_hours 7.5                 # of 8 hours: the rest is for averaging and the self-check
     --patience 6                    # validations that are no better: 300 updates without progress are enough
-    --select_level 0.7              # submitted is what beats the base in 7 of 10 paired bootstrap samples; 0.9 kept back better
+    --select_level 0.7              # submitted is what beats the base in 7 of 10 paired bootstrap samples (docs/evidence.md: the gate)
     --keep_top 2                    # float32 weights of the two best, to be averaged and mixed with the base
     --finalize true                 # after training: these are scored too, and the best of all is submitted
     --finalize_minutes 15           # of the 30 that --max_hours leaves; the self-check needs the rest
