@@ -34,6 +34,17 @@ SETTINGS = {
         "mode": "zero3", "prompts": 8, "prompts_per_row": 4, "new_tokens": 256, "width": 1344, "height": 896,
         "gradient_checkpointing": True,
     },
+    "recipe, one of two GPUs": {
+        "mode": "zero3", "prompts": 8, "prompts_per_row": 1, "new_tokens": 256, "flags": {"oversample": 2},
+    },
+    "frozen vision tower": {
+        "mode": "zero3", "prompts": 8, "prompts_per_row": 1, "new_tokens": 256,
+        "flags": {"freeze_vision_tower": True},
+    },
+    "LoRA": {
+        "mode": "zero3", "prompts": 8, "prompts_per_row": 1, "new_tokens": 256,
+        "flags": {"use_peft": True, "lora_r": 16},
+    },
 }  # fmt: skip
 UPDATES = 2
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Settings:
     images: int = 512  # that the self-check's measurement answers
     token_weights: str | None = None  # product updates with and without them in turn
     flat: int = 0  # product updates with completions of different lengths (instead of all the above)
+    flags: dict[str, Any] = field(default_factory=dict)  # more of the product's
     folder: str = str(ROOT / "outputs" / "benchmark")  # models and images, kept for the next command
 
     @property
@@ -96,6 +97,7 @@ class Settings:
         }  # fmt: skip
         if self.token_weights:
             flags["token_weights"] = self.token_weights
+        flags |= self.flags
         text = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in flags.items()}
         return [part for name, value in text.items() for part in (f"--{name}", value)]
 

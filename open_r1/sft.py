@@ -11,6 +11,7 @@ launch`, as train.sh does.
 
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ check_versions()
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer
 
 from open_r1.checkpoint import load_policy
@@ -109,7 +111,12 @@ def demonstrations(rows: CountingData, recipe: DemonstrationArguments, seed: int
     return Dataset.from_dict({"row": list(range(len(rows)))}).with_transform(batch)
 
 
-def run(recipe: DemonstrationArguments, args: SFTArguments, model_args: ModelConfig) -> SFTTrainer:
+def run(
+    recipe: DemonstrationArguments,
+    args: SFTArguments,
+    model_args: ModelConfig,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> SFTTrainer:
     """Loads, trains, saves; returns the trainer."""
     if recipe.prompt_template is not None and "{question}" not in recipe.prompt_template:
         raise ValueError(f"--prompt_template {recipe.prompt_template!r} has no {{question}} in it: add it")
@@ -120,6 +127,7 @@ def run(recipe: DemonstrationArguments, args: SFTArguments, model_args: ModelCon
         args,
         train_dataset=demonstrations(rows, recipe, args.seed),
         processing_class=processor,
+        callbacks=list(callbacks),
     )
     trainer.train()
     # With the processor, and on all ranks: gathering the weights takes them all.

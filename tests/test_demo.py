@@ -9,6 +9,7 @@ import torch
 from datasets import load_from_disk
 
 from methods.demo import draw, report
+from methods.demo.pace import StepClock
 from open_r1 import validation
 from open_r1.checkpoint import load_policy
 from open_r1.data import PromptEncoder, load_rows
@@ -139,3 +140,14 @@ def test_both_engines_give_the_same_answers(drawn):
             )
         )  # fmt: skip
     assert answers[0] == answers[1]
+
+
+def test_the_pace_of_sft_is_that_of_its_later_steps(monkeypatch):
+    """However long the start took, and the first steps."""
+    now = iter([100.0, 103.0, 104.0, 104.5, 105.0, 105.5, 106.0])  # the first begins 100 s after the start
+    monkeypatch.setattr("methods.demo.pace.time.perf_counter", lambda: next(now))
+    clock = StepClock()
+    for _ in range(6):
+        clock.on_step_begin()
+        clock.on_step_end()
+    assert clock.total == 6 and clock.steps_within(60) == 120 and clock.steps_within(0.1) == 1

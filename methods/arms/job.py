@@ -19,7 +19,6 @@ from methods.arms import plan
 from methods.arms.run import end_with_parent
 
 SETS = ("test_val", "test_B", "test_ood")
-PROBE = 40  # steps that tell the speed of SFT
 FINALIZE_ROWS = 150  # of each validation set, for each candidate
 
 
@@ -73,6 +72,7 @@ def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
     """SFT for a number of steps or of seconds, or for as long as the reference's updates took without its
     validations."""
     from methods.demo.measure import continue_sft
+    from methods.demo.pace import PROBE
 
     seed = todo["seed"] + 1000 * ("after" in todo)  # not the rows of the first time again, in their order
     how = {"column": todo["column"], "out": run, "seed": seed, "base": Path(todo["start"])}
@@ -82,8 +82,8 @@ def continue_sft(job: Path, todo: dict[str, Any], run: Path) -> None:
         if not done["budget"]:
             other = job.parents[1] / todo["as_long_as"] / f"seed_{todo['seed']}/result.json"
             done["budget"] = json.loads(other.read_text())["seconds"]["updates"]
-        done["steps"] = round(done["budget"] * PROBE / continue_sft(steps=PROBE, **how))
-    done["updates"] = continue_sft(steps=done["steps"], **how)
+        done["steps"] = continue_sft(steps=PROBE, **how).steps_within(done["budget"])
+    done["updates"] = continue_sft(steps=done["steps"], **how).total
     (run / "sft.json").write_text(json.dumps(done))
 
 

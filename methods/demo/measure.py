@@ -18,13 +18,13 @@ from typing import Any
 from trl import ModelConfig
 
 from methods.demo import report
+from methods.demo.pace import PROBE, StepClock
 from open_r1 import sft
 
 DEMO = Path(__file__).resolve().parent
 ROOT, WORK = DEMO.parents[1], DEMO / "runs"
 
 CONTROLS = {"SFT continued": "completion"}
-PROBE = 60  # steps that tell the speed of SFT
 
 
 def grpo(seed: int) -> tuple[dict, dict, float]:
@@ -41,8 +41,8 @@ def grpo(seed: int) -> tuple[dict, dict, float]:
 def continue_sft(
     column: str, steps: int, out: Path, seed: int = 42, base: Path = DEMO / "base",
     rows: Path = WORK / "data/train", **settings: Any,
-) -> float:  # fmt: skip
-    """SFT of `base` on a column of the training rows; the seconds it trained."""
+) -> StepClock:  # fmt: skip
+    """SFT of `base` on a column of the training rows; the clock of its steps."""
     recipe = sft.DemonstrationArguments(dataset_name=str(rows), completion_column=column)
     usual = {
         "per_device_train_batch_size": 16, "learning_rate": 5e-4, "lr_scheduler_type": "linear",
@@ -50,15 +50,16 @@ def continue_sft(
         "use_cpu": True, "logging_steps": 50,
     }  # fmt: skip
     args = sft.SFTArguments(output_dir=str(out), max_steps=steps, seed=seed, **usual | settings)
-    trainer = sft.run(recipe, args, ModelConfig(model_name_or_path=str(base)))
-    return trainer.state.log_history[-1]["train_runtime"]
+    clock = StepClock()
+    sft.run(recipe, args, ModelConfig(model_name_or_path=str(base)), [clock])
+    return clock
 
 
 def control(column: str, seconds: float) -> tuple[dict, float]:
     """SFT for about `seconds`: accuracies, and the seconds it took."""
     out = WORK / f"sft_{column}"
-    steps = round(seconds / continue_sft(column, PROBE, out) * PROBE)
-    took = continue_sft(column, steps, out)
+    steps = continue_sft(column, PROBE, out).steps_within(seconds)
+    took = continue_sft(column, steps, out).total
     sets = [WORK / "data" / name for name in report.SETS]
     check = [sys.executable, ROOT / "selfcheck.py", "--model", out, "--out", f"{out}_check", "--data", *sets]
     subprocess.run(check, check=True)

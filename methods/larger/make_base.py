@@ -15,12 +15,12 @@ import torch
 from trl import ModelConfig
 
 from methods.demo.make_base import copy_model, make_processor
+from methods.demo.pace import PROBE, StepClock
 from methods.larger import text_tower
 from methods.larger.gguf import GGUF
 from open_r1 import sft
 
 RUNS = Path(__file__).resolve().parent / "runs"
-PROBE = 40  # steps that tell the speed
 COLD_START = {
     "per_device_train_batch_size": 64, "learning_rate": 5e-4, "lr_scheduler_type": "linear",
     "warmup_steps": 30, "adam_beta2": 0.99, "weight_decay": 0, "max_grad_norm": 1, "logging_steps": 25,
@@ -37,15 +37,16 @@ def uncoached(gguf: Path, vocabulary: int, seed: int, out: Path) -> None:
     make_processor(tokenizer).save_pretrained(out)
 
 
-def cold_start(model: Path, rows: Path, out: Path, steps: int, seed: int, workers: int) -> float:
-    """Seconds of training."""
+def cold_start(model: Path, rows: Path, out: Path, steps: int, seed: int, workers: int) -> StepClock:
+    """The clock of its steps."""
     args = sft.SFTArguments(
         output_dir=str(out), max_steps=steps, seed=seed, dataloader_num_workers=workers,
         use_cpu=not torch.cuda.is_available(), **COLD_START,
     )  # fmt: skip
     recipe = sft.DemonstrationArguments(dataset_name=str(rows), prompt_template="{question}")
-    trainer = sft.run(recipe, args, ModelConfig(model_name_or_path=str(model)))
-    return trainer.state.log_history[-1]["train_runtime"]
+    clock = StepClock()
+    sft.run(recipe, args, ModelConfig(model_name_or_path=str(model)), [clock])
+    return clock
 
 
 def parse() -> argparse.Namespace:
@@ -71,8 +72,8 @@ def main() -> None:
     start, trained = args.out.with_name("uncoached"), args.out.with_name("trained")
     uncoached(args.gguf, args.vocabulary, args.seed, start)
     how = {"model": start, "rows": args.rows, "out": trained, "seed": args.seed, "workers": args.workers}
-    steps = round(60 * args.minutes * PROBE / cold_start(steps=PROBE, **how))
-    print(f"{cold_start(steps=steps, **how):.0f} s for {steps} steps", flush=True)
+    steps = cold_start(steps=PROBE, **how).steps_within(60 * args.minutes)
+    print(f"{cold_start(steps=steps, **how).total:.0f} s for {steps} steps", flush=True)
     copy_model(trained, args.out)
 
 
