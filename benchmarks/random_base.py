@@ -29,13 +29,13 @@ TEXT = {
 VISION = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "hidden_size": 1536}
 
 
-def make_base(folder: Path) -> None:
+def make_base(folder: Path, layers: int = 28, blocks: int = 32) -> None:
     """The tiny fixture's files with the real shape in config.json, and shards of random bf16 weights in
-    that shape."""
+    that shape; with fewer decoder layers and vision blocks, what is quick to make and to save."""
     save_public_form(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= TEXT
-    config["vision_config"] |= VISION
+    config |= TEXT | {"num_hidden_layers": layers, "max_window_layers": layers}
+    config["vision_config"] |= VISION | {"depth": blocks}
     config["rope_scaling"]["mrope_section"] = [16, 24, 24]
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     for shard in folder.glob("model*.safetensors*"):

@@ -167,13 +167,14 @@ def test_a_launcher_that_is_killed_leaves_no_ranks_behind(folder):  # noqa: F811
 # --- train.sh itself, on the CPU ----------------------------------------------------------------------------
 
 
-def train_sh(folder: Path, name: str, *flags) -> Run:  # noqa: F811
+def train_sh(folder: Path, name: str, *flags, gpus: int = 0, **env) -> Run:  # noqa: F811
     run = Run.__new__(Run)
     run.out, run.log = folder / name, folder / f"{name}.log"
     settings = {
         "MODEL": folder / "base", "DATA": folder / "train", "VAL": folder / "val", "OUT": run.out,
-        "NUM_GPUS": 0, "SUBMISSION": folder / f"{name}_best", "PYTHON": sys.executable, "OMP_NUM_THREADS": 1,
-    }  # fmt: skip
+        "NUM_GPUS": gpus, "SUBMISSION": folder / f"{name}_best", "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": 1,
+    } | env  # fmt: skip
     run.bash = subprocess.Popen(
         ["bash", str(ROOT / "train.sh"), "--max_completion_length", "8", "--report_to", "none", *flags],
         env=os.environ | {k: str(v) for k, v in settings.items()},
