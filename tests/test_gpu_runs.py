@@ -55,7 +55,8 @@ def test_rows_of_two_images_and_of_none_in_one_run(folder):  # noqa: F811
 
 def test_lora_against_its_base_and_what_is_submitted(folder):  # noqa: F811
     """With a KL term, whose reference is the model without its adapter."""
-    lora = ("--use_peft", "true", "--lora_r", "4", "--lora_alpha", "8", "--learning_rate", "1e-2", "--warmup_steps", "0")
+    lora = ("--use_peft", "true", "--lora_r", "4", "--lora_alpha", "8")
+    lora += ("--learning_rate", "1e-2", "--warmup_steps", "0")
     run = train_sh(folder, "lora", *COMMON, *lora, "--beta", "0.04", "--select_level", "0", gpus=1)
     logs = logs_of(run)
     assert logs[0]["kl"] < 0.1 * logs[-1]["kl"]
