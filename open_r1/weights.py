@@ -1,7 +1,7 @@
 """Where the policy's weights go: into the rollout copy after each update, and to the submission in
 float32. What adapters (lora.py) add is merged on the way: both are plain models."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,10 +20,12 @@ def copy_weights(policy: nn.Module, copy: nn.Module) -> None:
     """Overwrites `copy` in place, since captured graphs read fixed addresses. A collective under ZeRO-3."""
     into = dict(copy.named_parameters())
     for part in _parts(policy):
-        read = [one for _, parameter, adapter in part for one in (parameter, *adapter[:2])]
-        with _gathered(read):
-            for name, parameter, adapter in part:
-                into[name].copy_(parameter.float() + update(*adapter) if adapter else parameter)
+        if plain := [(into[name], parameter) for name, parameter, adapter in part if not adapter]:
+            _copy_together(*zip(*plain, strict=True))
+        if adapted := [one for one in part if one[2]]:
+            with _gathered([one for _, parameter, adapter in adapted for one in (parameter, *adapter[:2])]):
+                for name, parameter, adapter in adapted:
+                    into[name].copy_(parameter.float() + update(*adapter))
 
 
 @torch.no_grad()
@@ -80,6 +82,27 @@ def _parts(model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter, tuple]]]:
         part.append((name, parameter, adapter))
         size += numel
     yield part
+
+
+def _copy_together(into: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    """A few large operations. Of ZeRO-3's shards too, which DeepSpeed gathers with Python for each parameter:
+    rank r's begins at entry r * size of the flattened parameter, and the last one's is filled up."""
+    if not hasattr(parameters[0], "ds_id"):
+        torch._foreach_copy_(into, parameters)
+        return
+    group = parameters[0].ds_process_group
+    shards, ranks = [parameter.ds_tensor for parameter in parameters], torch.distributed.get_world_size(group)
+    own = whole = torch.cat([shard.to(into[0].device) for shard in shards])  # [S]
+    if ranks > 1:
+        whole = own.new_empty(ranks * len(own))  # [ranks * S]
+        torch.distributed.all_gather_into_tensor(whole, own, group)
+    pieces, sources, start = [], [], 0
+    for target, shard in zip(into, shards, strict=True):
+        for rank, piece in enumerate(target.view(-1).split(len(shard))):
+            pieces.append(piece)
+            sources.append(whole[rank * len(own) + start :][: len(piece)])
+        start += len(shard)
+    torch._foreach_copy_(pieces, sources)
 
 
 def _gathered(parameters: list[nn.Parameter]):
