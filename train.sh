@@ -147,7 +147,7 @@ recipe=(
 
     # The group.
     --num_generations 8             # completions of a prompt, compared with each other
-    --oversample 2                  # twice the prompts are rolled out; kept are groups that vary (docs/evidence.md: +3 in as many updates)
+    --oversample 2                  # twice the prompts are rolled out; kept are groups that vary (docs/evidence.md: +1 to +3)
     --max_completion_length 256     # where the grader cuts
     --temperature 1.0               # sample from the very policy that is trained
     --top_p 1.0                     # likewise: with a cut tail the two would differ
