@@ -18,6 +18,14 @@ OWN = {
 }
 
 
+def pickle_stages_by_value() -> None:
+    """DeepSpeed's files hold a member of ZeroStageEnum. Python 3.11.0 to 3.11.3 would pickle it as a call of
+    getattr, which can reach anything and is refused below; all others pickle its value."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    ZeroStageEnum.__reduce_ex__ = lambda member, protocol: (type(member), (member.value,))
+
+
 def refuse_code(checkpoint: Path) -> None:
     """Raise ValueError for a checkpoint that would call anything else when loaded. Nothing is loaded."""
     for file in sorted(path for pattern in LOADED for path in checkpoint.rglob(pattern)):

@@ -18,6 +18,7 @@ from . import disk
 from .checkpoint import fsync, load_policy
 from .complete import SAVING, clear_saving, discard, own_checkpoints, prune, publish
 from .lora import has_adapters, read_adapters, write_adapters
+from .pickles import pickle_stages_by_value
 from .ranks import first_of_ranks, on_rank_zero
 from .weights import adapter_weights
 
@@ -92,6 +93,7 @@ class SavesCheckpoints:
             with deferred(errors, self, "_save_optimizer_and_scheduler"):
                 yield
             return
+        pickle_stages_by_value()
         engine = self.model_wrapped
         save = engine.save_checkpoint
 

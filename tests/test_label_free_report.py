@@ -28,20 +28,25 @@ def test_tables_and_plot(tmp_path, monkeypatch):
     after = result("sft_then_rent", 1, 12.0) | {"after": "sft"}
     results += [after, result("sft", 1, 0.0)]
     untrained = {"submission": result("base", 0, last=0.0)["models"]["last"]}
-    results.append({"arm": "base", "seed": 0, "models": untrained})
+    results.append({"arm": "base", "seed": 0, "models": untrained, "seconds": {}})
     made = {"sets": [{"name": "label_free", "arms": {}}], "results": results, "max_steps": 15}
     made |= {"commit": "abc", "date": "today", "machine": "two cores", "command": "run.py"}
-    (tmp_path / "results.json").write_text(json.dumps(made))
+    made |= {"missing": [], "refused": {}}
+    slow = result("main", 0, 10.0) | {"seconds": {"update": 9.0}}  # on another machine, and counts
+    other = made | {"results": [slow], "commit": "def"}
+    for name, file in {"1": made, "2": other}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(file))
     (tmp_path / "rent").mkdir()
     readme = tmp_path / "rent/README.md"
     readme.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    words = [tmp_path / "results.json", "--readmes", tmp_path, "--pictures", tmp_path]
+    words = [tmp_path / "1.json", tmp_path / "2.json", "--readmes", tmp_path, "--pictures", tmp_path]
     monkeypatch.setattr(sys, "argv", ["label_free.py", *map(str, words)])
     label_free.main()
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| rent | 1 | 0.0 | 48.0 | 5 | 11.0 | 10 | 10 % | 30 % to 30 % | 0.50 to 1.50 |" in text
-    assert "An update takes 2.00 times main's" in text
+    assert "An update takes 2.00 times main's" in text  # of the machine that rent ran on
+    assert "- Commit abc" in text and "- Commit def" in text
     assert "| sft_then_rent | 1 | 48.0 | 48.0 | 5 | 12.0 | 10 |" in text  # from what was submitted of sft
     for name in label_free.PICTURES.values():
         assert (tmp_path / name).stat().st_size > 10_000

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from open_r1 import network
 from open_r1.complete import COMPLETE, mark_complete
-from open_r1.pickles import refuse_code
+from open_r1.pickles import pickle_stages_by_value, refuse_code
 from open_r1.rewards import resolve_rewards
 from tests.bad_inputs import jsonl
 from tests.test_grpo import flags, folder, run  # noqa: F401 (folder is a fixture)
@@ -148,6 +149,22 @@ def test_a_checkpoint_that_holds_code_is_not_resumed(folder, tmp_path):  # noqa:
     torch.save(Evil(ran), out / "evil.pt")
     torch.load(out / "evil.pt", weights_only=False)
     assert ran.exists()  # so it would have
+
+
+def test_what_deepspeed_saves_is_let_through_on_every_python(tmp_path, monkeypatch):
+    """Python 3.11.2, which Debian 12 has, pickles an enum's member as a call of getattr."""
+
+    def by_name(member, protocol):
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    torch.save({"stage": ZeroStageEnum.weights}, tmp_path / "states.pt")
+    with pytest.raises(ValueError, match="would call builtins.getattr"):
+        refuse_code(tmp_path)
+    pickle_stages_by_value()
+    torch.save({"stage": ZeroStageEnum.weights}, tmp_path / "states.pt")
+    refuse_code(tmp_path)
+    assert torch.load(tmp_path / "states.pt", weights_only=False)["stage"] is ZeroStageEnum.weights
 
 
 def remark(checkpoint: Path) -> None:

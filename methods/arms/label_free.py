@@ -118,29 +118,23 @@ def mean_accuracy(result: dict[str, Any], model: str) -> float:
     return sum(numbers[name]["accuracy_pct"] for name in report.SETS) / len(report.SETS)
 
 
-def cost_line(results: dict, method: str) -> str:
-    """Its update against main's, on the same machine."""
-    seeds = set(report.seeds_of(results, method)) & set(report.seeds_of(results, "main"))
-    seconds = {arm: [results[arm, seed]["seconds"]["update"] for seed in seeds] for arm in (method, "main")}
-    ratios = [own / of_main for own, of_main in zip(seconds[method], seconds["main"], strict=True)]
-    return f"An update takes {sum(ratios) / len(ratios):.2f} times main's on the demo." if ratios else ""
-
-
-def readme_part(results: dict, file: dict[str, Any], method: str) -> str:
-    """`file` is what the results stand in."""
+def readme_part(results: dict, files: list[dict[str, Any]], method: str) -> str:
+    """`files` are what the results stand in."""
     about = (
-        f"On [the demo](../demo/README.md), {file['max_steps']} updates from one base, with no watch to end "
-        "them. `base`, `kept` and `last` are accuracies in percent, means over the sets that chose nothing: "
-        "of the base, of the policy that validation kept, and of the one after the last update. `_kl` has "
-        "`--beta 0.01`; `main` is rewarded by the true counts; `sft_then_` begins from what SFT on "
+        f"On [the demo](../demo/README.md), {files[-1]['max_steps']} updates from one base, with no watch to "
+        "end them. `base`, `kept` and `last` are accuracies in percent, means over the sets that chose "
+        "nothing: of the base, of the policy that validation kept, and of the one after the last update. "
+        "`_kl` has `--beta 0.01`; `main` is rewarded by the true counts; `sft_then_` begins from what SFT on "
         "written-out counting has made of the base."
     )
-    made = f"Commit {file['commit']}, {file['date']}, {file['machine']}: `{file['command']}`."
+    ratio = report.slower(files, method, "main")
+    cost = f"An update takes {ratio:.2f} times main's on the demo." if ratio else ""
     pictures = [
         f"![What {', '.join(arms)} do while training](../../docs/evidence/{name})"
         for name, arms in columns(results).items()
     ]
-    return "\n\n".join([about, method_table(results, method), cost_line(results, method), *pictures, made])
+    parts = [about, method_table(results, method), cost, *pictures, report.provenance(files)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def write_readme(path: Path, made: str) -> None:
@@ -164,7 +158,7 @@ def main() -> None:
     for name, arms in columns(results).items():
         draw(results, arms, args.pictures / name)
     for method in found:
-        write_readme(args.readmes / method / "README.md", readme_part(results, files[-1], method))
+        write_readme(args.readmes / method / "README.md", readme_part(results, files, method))
     print(f"The plots in {args.pictures} and README.md of {', '.join(found)} in {args.readmes} are written")
 
 

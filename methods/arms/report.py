@@ -246,18 +246,23 @@ def ranged(values: list[float], digits: int) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def cost(one: dict, results: dict) -> str:
-    """Seconds of an update against the reference's, seed by seed on the same machine."""
-    lines = []
-    for arm in one["arms"]:
-        seeds = sorted(set(seeds_of(results, arm)) & set(seeds_of(results, one["reference"])))
-        if arm == one["reference"] or not seeds or "update" not in results[arm, seeds[0]]["seconds"]:
-            continue
-        ratios = [
-            results[arm, seed]["seconds"]["update"] / results[one["reference"], seed]["seconds"]["update"]
-            for seed in seeds
-        ]
-        lines.append(f"{arm} {np.mean(ratios):.2f}")
+def slower(files: list[dict], arm: str, reference: str) -> float | None:
+    """Seconds of an update as a multiple of the reference's, seed by seed within a file: on one machine."""
+    ratios = []
+    for file in files:
+        took = {
+            (r["arm"], r["seed"]): r["seconds"]["update"]
+            for r in file["results"]
+            if r["arm"] in (arm, reference) and "update" in r["seconds"]
+        }
+        both = {seed for _, seed in took if {(arm, seed), (reference, seed)} <= took.keys()}
+        ratios += [took[arm, seed] / took[reference, seed] for seed in both]
+    return float(np.mean(ratios)) if ratios else None
+
+
+def cost(one: dict, files: list[dict]) -> str:
+    ratios = {arm: slower(files, arm, one["reference"]) for arm in one["arms"] if arm != one["reference"]}
+    lines = [f"{arm} {ratio:.2f}" for arm, ratio in ratios.items() if ratio]
     return f"Seconds an update as a multiple of {one['reference']}'s: {', '.join(lines)}." if lines else ""
 
 
@@ -341,7 +346,7 @@ def page(data: dict[str, Any], pictures: Path) -> str:
         parts += [f"![{title}: {about}]({pictures.name}/{file.name})" for about, file in drawn]
         if number == 0 and read_out:
             parts.append(READOUTS.format(*chances.values()))
-        parts += [readouts(one, results), cost(one, results), budgets(one, results)]
+        parts += [readouts(one, results), cost(one, data["files"]), budgets(one, results)]
     parts.append(gate(data))
     parts.append(f"## How it was made\n\n{provenance(data['files'])}")
     return "\n\n".join(part for part in parts if part) + "\n"
