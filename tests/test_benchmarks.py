@@ -13,7 +13,7 @@ from benchmarks import processes
 from benchmarks.floor import work
 from benchmarks.processes import measure_side
 from benchmarks.report import flat_thirds
-from benchmarks.settings import RECIPE, Settings, load
+from benchmarks.settings import RECIPE, Settings, load, save
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = (
@@ -177,3 +177,13 @@ def test_what_token_weights_add(folder):
     assert found["updates"] == 2 and found["scored"] == 1 and 0 < found["views_s"]
     for times in (found["update_s"], found["processor_s"]):
         assert times["added"] == pytest.approx(times["weighed"] / times["plain"] - 1)
+
+
+def test_flags_of_a_setting_reach_the_product(tmp_path):
+    """As they are, and over what is measured by default."""
+    saved = [Settings(flags={"use_peft": True, "prompt_mix": 0.5}), Settings()]
+    save(saved, tmp_path / "settings.json")
+    with_flags, without = (s.product_flags(tmp_path) for s in load(tmp_path / "settings.json"))
+    assert with_flags[with_flags.index("--use_peft") + 1] == "True" and "--use_peft" not in without
+    mixes = [flags[flags.index("--prompt_mix") + 1] for flags in (with_flags, without)]
+    assert mixes == ["0.5", "0.0"]
