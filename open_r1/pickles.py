@@ -19,8 +19,8 @@ OWN = {
 
 
 def pickle_stages_by_value() -> None:
-    """DeepSpeed's files hold a member of ZeroStageEnum. Python 3.11.2 (3.11.7 no more) would pickle it as a call
-    of getattr, which can reach anything and is refused below. By its value it is the same member."""
+    """DeepSpeed's files hold a member of ZeroStageEnum. Python 3.11.2 (3.11.7 no more) would pickle it as a
+    call of getattr, which can reach anything and is refused below. By its value it is the same member."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     ZeroStageEnum.__reduce_ex__ = lambda member, protocol: (type(member), (member.value,))
